@@ -1,0 +1,2 @@
+//! awactl: the job queue engine, and the commands that operate it.
+pub mod engine;
