@@ -1,0 +1,61 @@
+-- Tables outside the rings. None of them is written by claim, immediate enqueue or successful completion of a job
+-- without a unique key (I5).
+
+-- Jobs that are not claimable yet: scheduled (future run_at, snooze) or retryable (backoff).
+CREATE TABLE {schema}.deferred_jobs (
+    job_id        bigint PRIMARY KEY,
+    run_lease     bigint             NOT NULL,
+    run_at        timestamptz        NOT NULL,
+    created_at    timestamptz        NOT NULL,
+    priority      smallint           NOT NULL,
+    attempt       smallint           NOT NULL,
+    max_attempts  smallint           NOT NULL,
+    state         {schema}.job_state NOT NULL CHECK (state IN ('scheduled', 'retryable')),
+    queue         text               NOT NULL,
+    kind          text               NOT NULL,
+    args          jsonb              NOT NULL,
+    tags          text[],
+    metadata      jsonb,
+    errors        jsonb[],
+    progress      jsonb,
+    unique_key    bytea,
+    unique_states bit(8)
+);
+CREATE INDEX deferred_jobs_by_due ON {schema}.deferred_jobs (run_at, job_id);
+
+-- Who holds a unique key. A job holds it only while its state is in unique_states.
+CREATE TABLE {schema}.job_unique_claims (
+    unique_key    bytea PRIMARY KEY,
+    job_id        bigint NOT NULL,
+    unique_states bit(8) NOT NULL
+);
+CREATE INDEX job_unique_claims_by_job ON {schema}.job_unique_claims (job_id);
+
+-- What finished in segments that are pruned: one appended row per (pruned generation, queue, state).
+CREATE TABLE {schema}.queue_terminal_rollup_deltas (
+    generation bigint             NOT NULL,
+    queue      text               NOT NULL,
+    state      {schema}.job_state NOT NULL,
+    job_count  bigint             NOT NULL
+);
+
+-- Counted stretches of a deep backlog, so that its size is never found by scanning it: rows of the lane with
+-- lane_lo < lane_seq <= lane_hi, none of which can change any more.
+CREATE TABLE {schema}.queue_backlog_segments (
+    lane_id   integer NOT NULL,
+    lane_lo   bigint  NOT NULL,
+    lane_hi   bigint  NOT NULL,
+    job_count bigint  NOT NULL,
+    PRIMARY KEY (lane_id, lane_lo)
+);
+
+-- Processes that work or maintain. One row each, rewritten seldom.
+CREATE TABLE {schema}.runtime_instances (
+    instance_id   text PRIMARY KEY,
+    role          text        NOT NULL,
+    hostname      text,
+    pid           integer,
+    version       text,
+    started_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    last_seen_at  timestamptz NOT NULL DEFAULT clock_timestamp()
+);

@@ -1,0 +1,320 @@
+-- Claim: makes ready jobs belong to one attempt each. Writes INSERTs only: per lane and slot one ready_claim_attempt_batches
+-- row (these rows of the lane are spent) and one lease_claim_batches row (these receipts are open).
+--
+-- The cursor (lane.spent) is a hint that lives outside transactions; the committed ranges are the truth. It is moved only
+-- over what is committed already, never over what this transaction takes: a rollback would lose that.
+
+CREATE TYPE {schema}.claimed_batch AS (
+    batch_id     bigint,       -- receipt n (from 0) is batch_id * 1024 + n
+    claim_slot   smallint,
+    priority     smallint,
+    claimed_at   timestamptz,
+    deadline_at  timestamptz,
+    job_ids      bigint[],
+    run_leases   bigint[],     -- of this attempt, as are the attempts
+    attempts     smallint[],
+    max_attempts smallint[],
+    run_ats      timestamptz[],
+    created_ats  timestamptz[],
+    kinds        text[],
+    args         jsonb[],
+    extras       jsonb[]       -- tags, metadata, errors, progress; NULL where the job has none
+);
+
+-- The claim ring's open slot, kept from being truncated until this transaction ends; see pin_ready_slot.
+CREATE FUNCTION {schema}.pin_claim_slot() RETURNS bigint
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_cursor bigint := pg_sequence_last_value('{schema}.claim_ring_cursor'::regclass);
+    v_seen bigint;
+BEGIN
+    LOOP
+        PERFORM pg_advisory_xact_lock_shared('{schema}.claim_ring_slots'::regclass::oid::integer, (v_cursor & 255)::integer);
+        v_seen := pg_sequence_last_value('{schema}.claim_ring_cursor'::regclass);
+        EXIT WHEN v_seen = v_cursor;
+        v_cursor := v_seen;
+    END LOOP;
+    RETURN v_cursor;
+END
+$function$;
+
+-- Slots that may hold rows of generation p_from and later, oldest first.
+CREATE FUNCTION {schema}.ready_slots_from(p_from bigint) RETURNS TABLE (generation bigint, slot smallint)
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_cursor bigint := pg_sequence_last_value('{schema}.queue_ring_cursor'::regclass);
+BEGIN
+    IF p_from >= v_cursor >> 8 THEN
+        generation := v_cursor >> 8;
+        slot := (v_cursor & 255)::smallint;
+        RETURN NEXT;
+        RETURN;
+    END IF;
+    RETURN QUERY
+        SELECT s.generation, s.slot
+        FROM {schema}.queue_ring_state AS s
+        WHERE s.generation >= p_from
+          AND NOT EXISTS (SELECT FROM {schema}.queue_ring_prunes AS p WHERE p.generation = s.generation)
+        ORDER BY s.generation;
+END
+$function$;
+
+-- Rows of one slot, column by column.
+CREATE TYPE {schema}.ready_rows AS (
+    row_count    integer,
+    seq_lo       bigint,
+    seq_hi       bigint,
+    lease_lo     bigint,
+    lease_hi     bigint,
+    has_unique   boolean,
+    lane_seqs    bigint[],
+    job_ids      bigint[],
+    run_leases   bigint[],
+    attempts     smallint[],
+    max_attempts smallint[],
+    run_ats      timestamptz[],
+    created_ats  timestamptz[],
+    kinds        text[],
+    args         jsonb[],
+    extras       jsonb[]
+);
+
+-- ready_rows_<slot>: the first p_limit rows of a lane within p_gaps.
+-- emitted_ranges_<slot>: what is known to be spent above p_spent: ranges handed out, and holes set aside.
+SELECT {schema}.create_slot_functions('queue', 'ready_rows_in', 'p_lane_id integer, p_gaps int8multirange, p_limit integer',
+    '{schema}.ready_rows', $template$
+DECLARE
+    v_rows {schema}.ready_rows;
+BEGIN
+    IF p_gaps = int8multirange(int8range(lower(p_gaps), NULL)) THEN
+        SELECT count(*), min(r.lane_seq), max(r.lane_seq), min(r.run_lease), max(r.run_lease), bool_or(r.unique_key IS NOT NULL),
+               array_agg(r.lane_seq), array_agg(r.job_id), array_agg(r.run_lease + 1), array_agg(r.attempt + 1::smallint),
+               array_agg(r.max_attempts), array_agg(r.run_at), array_agg(r.created_at), array_agg(r.kind), array_agg(r.args),
+               array_agg({schema}.job_extras(r.tags, r.metadata, r.errors, r.progress))
+        INTO v_rows
+        FROM (
+            SELECT e.*
+            FROM {schema}.ready_entries_<slot> AS e
+            WHERE e.lane_id = p_lane_id AND e.lane_seq >= lower(p_gaps)
+            ORDER BY e.lane_seq
+            LIMIT p_limit
+        ) AS r;
+    ELSE
+        SELECT count(*), min(r.lane_seq), max(r.lane_seq), min(r.run_lease), max(r.run_lease), bool_or(r.unique_key IS NOT NULL),
+               array_agg(r.lane_seq), array_agg(r.job_id), array_agg(r.run_lease + 1), array_agg(r.attempt + 1::smallint),
+               array_agg(r.max_attempts), array_agg(r.run_at), array_agg(r.created_at), array_agg(r.kind), array_agg(r.args),
+               array_agg({schema}.job_extras(r.tags, r.metadata, r.errors, r.progress))
+        INTO v_rows
+        FROM (
+            SELECT s.*
+            FROM unnest(p_gaps) AS g (gap)
+            CROSS JOIN LATERAL (
+                SELECT e.*
+                FROM {schema}.ready_entries_<slot> AS e
+                WHERE e.lane_id = p_lane_id AND e.lane_seq >= lower(g.gap)
+                  AND e.lane_seq < coalesce(upper(g.gap), 9223372036854775807)
+                ORDER BY e.lane_seq
+                LIMIT p_limit
+            ) AS s
+            LIMIT p_limit
+        ) AS r;
+    END IF;
+    RETURN v_rows;
+END
+$template$);
+
+SELECT {schema}.create_slot_functions('queue', 'emitted_ranges_in', 'p_lane_id integer, p_spent bigint', 'int8multirange[]', $template$
+DECLARE
+    v_ranges int8multirange[];
+BEGIN
+    SELECT array_agg(t.lane_ranges) INTO v_ranges
+    FROM (
+        SELECT b.lane_ranges FROM {schema}.ready_claim_attempt_batches_<slot> AS b WHERE b.lane_id = p_lane_id AND b.lane_hi > p_spent
+        UNION ALL
+        SELECT h.lane_ranges FROM {schema}.ready_lane_holes_<slot> AS h WHERE h.lane_id = p_lane_id AND h.lane_hi > p_spent
+    ) AS t;
+    RETURN v_ranges;
+END
+$template$);
+
+-- Takes up to p_limit rows of one lane within one slot, out of p_gaps. The caller holds the lane's lock and has pinned
+-- the claim slot. NULL if there are none.
+CREATE FUNCTION {schema}.claim_rows(
+    p_lane {schema}.queue_lanes, p_slot smallint, p_ready_generation bigint, p_gaps int8multirange, p_limit integer,
+    p_claim_cursor bigint, p_now timestamptz, p_deadline_at timestamptz, p_claimed_by text,
+    OUT batch {schema}.claimed_batch, OUT taken int8multirange
+)
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_rows {schema}.ready_rows;
+BEGIN
+    v_rows := {schema}.ready_rows_in(p_slot, p_lane.lane_id, p_gaps, p_limit);
+    IF v_rows.row_count = 0 THEN
+        batch := NULL;
+        RETURN;
+    END IF;
+
+    IF v_rows.seq_hi - v_rows.seq_lo + 1 = v_rows.row_count THEN
+        taken := int8multirange(int8range(v_rows.seq_lo, v_rows.seq_hi + 1));
+    ELSE
+        SELECT range_agg(int8range(s, s + 1)) INTO taken FROM unnest(v_rows.lane_seqs) AS s;
+    END IF;
+    batch.batch_id := nextval('{schema}.lease_claim_batch_ids'::regclass);
+    batch.claim_slot := p_claim_cursor & 255;
+    batch.priority := p_lane.priority;
+    batch.claimed_at := p_now;
+    batch.deadline_at := p_deadline_at;
+    batch.job_ids := v_rows.job_ids;
+    batch.run_leases := v_rows.run_leases;
+    batch.attempts := v_rows.attempts;
+    batch.max_attempts := v_rows.max_attempts;
+    batch.run_ats := v_rows.run_ats;
+    batch.created_ats := v_rows.created_ats;
+    batch.kinds := v_rows.kinds;
+    batch.args := v_rows.args;
+    batch.extras := v_rows.extras;
+
+    INSERT INTO {schema}.lease_claim_batches (
+        batch_id, claim_generation, ready_generation, run_lease, claimed_at, deadline_at, lane_id, claim_slot, ready_slot,
+        has_unique, claimed_by, lane_ranges, job_ids, run_leases)
+    VALUES (
+        batch.batch_id, p_claim_cursor >> 8, p_ready_generation,
+        CASE WHEN v_rows.lease_lo = v_rows.lease_hi THEN v_rows.lease_lo + 1 END, p_now, p_deadline_at, p_lane.lane_id,
+        batch.claim_slot, p_slot, v_rows.has_unique, p_claimed_by, taken, batch.job_ids,
+        CASE WHEN v_rows.lease_lo <> v_rows.lease_hi THEN v_rows.run_leases END);
+    INSERT INTO {schema}.ready_claim_attempt_batches (
+        batch_id, ready_generation, claim_generation, lane_hi, claimed_at, lane_id, job_count, ready_slot, claim_slot,
+        has_unique, lane_ranges)
+    VALUES (
+        batch.batch_id, p_ready_generation, p_claim_cursor >> 8, v_rows.seq_hi, p_now, p_lane.lane_id, v_rows.row_count, p_slot,
+        batch.claim_slot, v_rows.has_unique, taken);
+END
+$function$;
+
+-- Up to p_limit jobs of a queue. Lanes by priority, first in first out within a lane. A row with batch_id NULL says that
+-- a lane with work was busy in another claim: ask again soon.
+-- p_probe also looks into the holes set aside; callers ask for it once per poll interval and on wake-up.
+CREATE FUNCTION {schema}.claim(
+    p_queue text, p_limit integer, p_deadline interval DEFAULT NULL, p_claimed_by text DEFAULT NULL, p_probe boolean DEFAULT false
+) RETURNS SETOF {schema}.claimed_batch
+LANGUAGE plpgsql AS $function$
+DECLARE
+    c_limit constant integer := least(p_limit, 1024);
+    -- Ranges this transaction itself emitted are not committed: after a first write the cursor stays where it is.
+    c_may_advance constant boolean := pg_current_xact_id_if_assigned() IS NULL;
+    c_now constant timestamptz := clock_timestamp();
+    v_lane {schema}.queue_lanes;
+    v_batch {schema}.claimed_batch;
+    v_picked record;
+    v_left integer := c_limit;
+    v_claim_cursor bigint;
+    v_allocated bigint;
+    v_spent bigint;
+    v_busy boolean := false;
+    v_slot record;
+    v_ranges int8multirange;
+    v_known int8multirange[];
+    v_emitted int8multirange;
+    v_emitted_batches bigint;
+    v_generations bigint[];
+    v_highs bigint[];
+    v_gaps int8multirange;
+    v_seen int8multirange;
+    v_hint bigint;
+    v_oldest bigint;
+BEGIN
+    -- Every statement here must see what the last holder of the lane's lock committed.
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'claim needs READ COMMITTED, not %', upper(current_setting('transaction_isolation'))
+            USING ERRCODE = 'feature_not_supported';
+    END IF;
+
+    FOR v_lane IN
+        SELECT l.* FROM {schema}.queue_lanes AS l WHERE l.queue = p_queue ORDER BY l.priority, l.enqueue_shard, l.lane_id
+    LOOP
+        EXIT WHEN v_left <= 0;
+        v_allocated := pg_sequence_last_value(v_lane.seq);
+        CONTINUE WHEN pg_sequence_last_value(v_lane.spent) >= v_allocated AND NOT p_probe;
+
+        -- Lock: one claimer a lane. Never waited for, so holding several lanes cannot deadlock.
+        IF NOT pg_try_advisory_xact_lock('{schema}.queue_lanes'::regclass::oid::integer, v_lane.lane_id) THEN
+            v_busy := true;
+            CONTINUE;
+        END IF;
+        IF v_claim_cursor IS NULL THEN
+            v_claim_cursor := {schema}.pin_claim_slot();
+        END IF;
+
+        IF p_probe THEN
+            FOR v_picked IN
+                SELECT r.batch
+                FROM {schema}.claim_late_rows(v_lane, v_left, v_claim_cursor, c_now, c_now + p_deadline, p_claimed_by) AS r
+            LOOP
+                v_batch := v_picked.batch;
+                v_left := v_left - cardinality(v_batch.job_ids);
+                RETURN NEXT v_batch;
+            END LOOP;
+            EXIT WHEN v_left <= 0;
+        END IF;
+
+        v_spent := pg_sequence_last_value(v_lane.spent);
+        CONTINUE WHEN v_spent >= v_allocated;
+        v_hint := pg_sequence_last_value(v_lane.generation);
+        v_emitted := '{}';
+        v_emitted_batches := 0;
+        v_generations := '{}';
+        v_highs := '{}';
+        FOR v_slot IN SELECT s.generation, s.slot FROM {schema}.ready_slots_from(v_hint) AS s LOOP
+            v_known := {schema}.emitted_ranges_in(v_slot.slot, v_lane.lane_id, v_spent);
+            IF v_known IS NOT NULL THEN
+                v_ranges := {schema}.union_of(v_known);
+                v_emitted := v_emitted + v_ranges;
+                v_emitted_batches := v_emitted_batches + cardinality(v_known);
+                v_generations := v_generations || v_slot.generation;
+                v_highs := v_highs || upper(v_ranges);
+            END IF;
+        END LOOP;
+
+        -- Proof: everything below the first gap is covered by committed ranges.
+        v_gaps := int8multirange(int8range(v_spent + 1, NULL)) - v_emitted;
+        IF c_may_advance AND lower(v_gaps) > v_spent + 1 THEN
+            v_spent := lower(v_gaps) - 1;
+            PERFORM setval(v_lane.spent, v_spent);
+            CONTINUE WHEN v_spent >= v_allocated;
+        END IF;
+
+        v_seen := '{}';
+        FOR v_slot IN SELECT s.generation, s.slot FROM {schema}.ready_slots_from(v_hint) AS s LOOP
+            EXIT WHEN v_left <= 0;
+            SELECT r.batch, r.taken INTO v_picked
+            FROM {schema}.claim_rows(v_lane, v_slot.slot, v_slot.generation, v_gaps, v_left, v_claim_cursor, c_now,
+                c_now + p_deadline, p_claimed_by) AS r;
+            CONTINUE WHEN v_picked.taken IS NULL;
+            v_batch := v_picked.batch;
+            v_left := v_left - cardinality(v_batch.job_ids);
+            v_seen := v_seen + v_picked.taken;
+            v_generations := v_generations || v_slot.generation;
+            v_highs := v_highs || upper(v_picked.taken);
+            RETURN NEXT v_batch;
+        END LOOP;
+
+        -- The hint: the oldest slot that still says something above the cursor. A slow producer may yet commit into an
+        -- older one; then there is a hole, and settle_holes takes the hint back.
+        SELECT min(g.generation) INTO v_oldest FROM unnest(v_generations, v_highs) AS g (generation, high) WHERE g.high > v_spent + 1;
+        IF v_oldest > v_hint THEN
+            PERFORM setval(v_lane.generation, v_oldest);
+        END IF;
+
+        -- Anything missing below what is emitted was handed to a producer that has not committed it, or never will.
+        v_gaps := v_gaps - v_seen;
+        IF v_seen = '{}' OR lower(v_gaps) < greatest(upper(v_emitted), upper(v_seen)) THEN
+            PERFORM {schema}.settle_holes(v_lane, v_spent, v_allocated, v_emitted, v_emitted_batches, v_seen, c_may_advance);
+        END IF;
+    END LOOP;
+
+    IF v_busy AND v_left = c_limit THEN
+        v_batch := NULL;
+        RETURN NEXT v_batch;
+    END IF;
+END
+$function$;

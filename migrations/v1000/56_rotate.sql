@@ -1,0 +1,71 @@
+-- Rotate: opens the next slot of a ring. The cursor is the newest row of an append-only table, so rotating is an INSERT;
+-- a second rotator loses by key conflict. What differs between the rings is their name.
+
+-- Opens the next pruned slot after the current one, passing over those that could not be pruned. Skips an empty current
+-- slot (idle) unless forced. Returns what happened; a skip has its reason.
+CREATE FUNCTION {schema}.rotate(p_ring text, p_force boolean DEFAULT false, OUT rotated boolean, OUT generation bigint, OUT slot smallint, OUT reason text)
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_cursor_seq regclass := format('%I.%I', {schema_literal}, p_ring || '_ring_cursor')::regclass;
+    v_slots integer;
+    v_current record;
+    v_promised bigint;
+    v_used boolean;
+BEGIN
+    rotated := false;
+    -- Lock: the ring, so that the cursor sequence below is set by one rotator at a time. Not waited for.
+    IF NOT pg_try_advisory_xact_lock(format('%I.%I', {schema_literal}, p_ring || '_ring_state')::regclass::oid::integer, 0) THEN
+        reason := 'another session is rotating this ring';
+        RETURN;
+    END IF;
+    EXECUTE format('SELECT s.generation, s.slot FROM %1$I.%2$I AS s ORDER BY s.generation DESC LIMIT 1',
+        {schema_literal}, p_ring || '_ring_state')
+    INTO v_current;
+    -- A rotator that died between setval and its commit promised a slot, and somebody may have written there already:
+    -- keep the promise, so that a generation never names two slots.
+    v_promised := pg_sequence_last_value(v_cursor_seq);
+    IF v_promised >> 8 > v_current.generation THEN
+        generation := v_promised >> 8;
+        slot := v_promised & 255;
+        EXECUTE format('INSERT INTO %1$I.%2$I (generation, slot) VALUES ($1, $2)', {schema_literal}, p_ring || '_ring_state')
+        USING generation, slot;
+        rotated := true;
+        RETURN;
+    END IF;
+
+    generation := v_current.generation;
+    slot := v_current.slot;
+    IF NOT p_force THEN
+        -- Sizes, not rows: an uncommitted producer counts, and nothing is scanned.
+        EXECUTE format('SELECT pg_relation_size(%1$L::regclass) > 0', format('%I.%I', {schema_literal},
+            CASE p_ring WHEN 'queue' THEN 'ready_entries_' ELSE 'lease_claim_batches_' END || v_current.slot))
+        INTO v_used;
+        IF NOT v_used THEN
+            reason := 'idle: the open slot is empty';
+            RETURN;
+        END IF;
+    END IF;
+
+    EXECUTE format('SELECT count(*) FROM %1$I.%2$I', {schema_literal}, p_ring || '_ring_slots') INTO v_slots;
+    EXECUTE format(
+        'SELECT c.slot
+         FROM (SELECT ((%4$s + n) %% %5$s)::smallint AS slot, n FROM generate_series(1, %5$s - 1) AS n) AS c
+         LEFT JOIN LATERAL (
+             SELECT max(s.generation) AS generation FROM %1$I.%2$I AS s WHERE s.slot = c.slot) AS o ON true
+         WHERE o.generation IS NULL OR EXISTS (SELECT FROM %1$I.%3$I AS p WHERE p.generation = o.generation)
+         ORDER BY c.n LIMIT 1',
+        {schema_literal}, p_ring || '_ring_state', p_ring || '_ring_prunes', v_current.slot, v_slots)
+    INTO slot;
+    IF slot IS NULL THEN
+        slot := v_current.slot;
+        reason := 'no pruned slot: the open one goes on';
+        RETURN;
+    END IF;
+
+    generation := v_current.generation + 1;
+    EXECUTE format('INSERT INTO %1$I.%2$I (generation, slot) VALUES ($1, $2)', {schema_literal}, p_ring || '_ring_state')
+    USING generation, slot;
+    PERFORM setval(v_cursor_seq, generation << 8 | slot);
+    rotated := true;
+END
+$function$;

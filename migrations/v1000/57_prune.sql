@@ -1,0 +1,342 @@
+-- Prune: truncates a sealed slot once everything in it is proven over (I3). The proof runs before the exclusive locks, so
+-- that a slot in use is passed over cheaply, and again under them, so that nothing committed meanwhile is missed (I4).
+-- Lock order: ring slot row -> slot pin (advisory) -> partitions. All bounded; losing one is a skip with its reason.
+
+-- Every slot of a ring with its newest generation and state.
+CREATE FUNCTION {schema}.ring_slots(p_ring text)
+RETURNS TABLE (slot smallint, generation bigint, state text, opened_at timestamptz)
+LANGUAGE plpgsql STABLE AS $function$
+BEGIN
+    RETURN QUERY EXECUTE format(
+        'SELECT n.slot, o.generation,
+                CASE WHEN o.generation IS NULL THEN ''pruned''
+                     WHEN o.generation = (SELECT max(s.generation) FROM %1$I.%3$I AS s) THEN ''open''
+                     WHEN EXISTS (SELECT FROM %1$I.%4$I AS p WHERE p.generation = o.generation) THEN ''pruned''
+                     ELSE ''sealed''
+                END,
+                o.opened_at
+         FROM %1$I.%2$I AS n
+         LEFT JOIN LATERAL (
+             SELECT s.generation, s.opened_at FROM %1$I.%3$I AS s WHERE s.slot = n.slot ORDER BY s.generation DESC LIMIT 1
+         ) AS o ON true
+         ORDER BY n.slot',
+        {schema_literal}, p_ring || '_ring_slots', p_ring || '_ring_state', p_ring || '_ring_prunes');
+END
+$function$;
+
+-- Claims of one claim slot that have no closure for some receipt, oldest first: the open attempts.
+CREATE FUNCTION {schema}.open_claims(p_claim_slot smallint)
+RETURNS TABLE (batch_id bigint, claimed_at timestamptz, claimed_by text, lane_id integer, open_count bigint, first_open_job bigint)
+LANGUAGE plpgsql STABLE AS $function$
+BEGIN
+    RETURN QUERY EXECUTE format(
+        'SELECT b.batch_id, b.claimed_at, b.claimed_by, b.lane_id, cardinality(b.job_ids) - coalesce(c.job_count, 0),
+                (SELECT j.job_id FROM unnest(b.job_ids) WITH ORDINALITY AS j (job_id, n)
+                 WHERE NOT coalesce(c.receipt_ranges @> (b.batch_id * 1024 + j.n - 1), false) ORDER BY j.n LIMIT 1)
+         FROM %1$I.%2$I AS b
+         LEFT JOIN (
+             SELECT x.batch_id, sum(x.job_count) AS job_count, range_agg(x.receipt_ranges) AS receipt_ranges
+             FROM %1$I.%3$I AS x GROUP BY x.batch_id
+         ) AS c ON c.batch_id = b.batch_id
+         WHERE coalesce(c.job_count, 0) < cardinality(b.job_ids)
+         ORDER BY b.batch_id',
+        {schema_literal}, 'lease_claim_batches_' || p_claim_slot, 'lease_claim_closure_batches_' || p_claim_slot);
+END
+$function$;
+
+-- The proof for a claim slot: every receipt in it has its closure. NULL when it holds, else what is missing.
+CREATE FUNCTION {schema}.claim_slot_blocker(p_slot smallint, OUT reason text, OUT detail text)
+LANGUAGE plpgsql STABLE AS $function$
+BEGIN
+    SELECT 'open_claims', format('%s open attempts in %s batches; the oldest is job %s, claimed by %s at %s',
+               sum(o.open_count), count(*), (array_agg(o.first_open_job ORDER BY o.batch_id))[1],
+               coalesce((array_agg(o.claimed_by ORDER BY o.batch_id))[1], 'unknown'), min(o.claimed_at))
+    INTO reason, detail
+    FROM {schema}.open_claims(p_slot) AS o
+    HAVING count(*) > 0;
+END
+$function$;
+
+-- The proof for a queue slot: no hole set aside is still open; every emitted attempt is closed; every row is emitted; every
+-- lane's cursor is past it. NULL when it holds, else what is missing. Cheapest first.
+CREATE FUNCTION {schema}.queue_slot_blocker(p_slot smallint, OUT reason text, OUT detail text)
+LANGUAGE plpgsql STABLE AS $function$
+DECLARE
+    v_emitted bigint;
+    v_rows bigint;
+    v_open bigint;
+    v_first text;
+    v_claim_slot smallint;
+BEGIN
+    EXECUTE format(
+        'SELECT ''open_holes'', format(''lane %%s may still be filled at %%s by transaction %%s'', h.lane_id, h.lane_ranges, h.holders)
+         FROM %1$I.%2$I AS h
+         WHERE h.holders IS NOT NULL AND NOT EXISTS (SELECT FROM %1$I.%2$I AS o WHERE o.hole_id = h.hole_id AND o.holders IS NULL)
+         LIMIT 1',
+        {schema_literal}, 'ready_lane_holes_' || p_slot)
+    INTO reason, detail;
+    IF reason IS NOT NULL THEN
+        RETURN;
+    END IF;
+
+    EXECUTE format('SELECT coalesce(sum(b.job_count), 0) FROM %1$I.%2$I AS b', {schema_literal}, 'ready_claim_attempt_batches_' || p_slot)
+    INTO v_emitted;
+
+    -- An attempt is closed when its claim generation was pruned (that needed the proof), or its closures add up.
+    FOR v_claim_slot IN EXECUTE format(
+        'SELECT DISTINCT b.claim_slot FROM %1$I.%2$I AS b WHERE NOT %1$I.claim_generation_is_pruned(b.claim_slot, b.claim_generation)',
+        {schema_literal}, 'ready_claim_attempt_batches_' || p_slot)
+    LOOP
+        EXECUTE format(
+            'SELECT sum(b.job_count - coalesce(c.job_count, 0)), min(b.batch_id)::text
+             FROM %1$I.%2$I AS b
+             LEFT JOIN (SELECT x.batch_id, sum(x.job_count) AS job_count FROM %1$I.%3$I AS x GROUP BY x.batch_id) AS c
+               ON c.batch_id = b.batch_id
+             WHERE b.claim_slot = $1 AND coalesce(c.job_count, 0) < b.job_count
+               AND NOT %1$I.claim_generation_is_pruned(b.claim_slot, b.claim_generation)',
+            {schema_literal}, 'ready_claim_attempt_batches_' || p_slot, 'lease_claim_closure_batches_' || v_claim_slot)
+        INTO v_open, v_first
+        USING v_claim_slot;
+        IF v_open > 0 THEN
+            reason := 'open_claims';
+            detail := format('%s attempts are running in claim slot %s, the first in claim batch %s', v_open, v_claim_slot, v_first);
+            RETURN;
+        END IF;
+    END LOOP;
+
+    EXECUTE format('SELECT count(*) FROM %1$I.%2$I', {schema_literal}, 'ready_entries_' || p_slot) INTO v_rows;
+    IF v_rows <> v_emitted THEN
+        reason := 'ready_rows';
+        detail := format('%s of %s jobs are not claimed yet', v_rows - v_emitted, v_rows);
+        RETURN;
+    END IF;
+
+    EXECUTE format(
+        'SELECT ''lane_cursor'', format(''the claim cursor of lane %%s (queue %%s) is at %%s, the slot holds up to %%s'', l.lane_id, l.queue,
+                pg_sequence_last_value(l.spent), t.lane_hi)
+         FROM (SELECT b.lane_id, max(b.lane_hi) AS lane_hi FROM %1$I.%2$I AS b GROUP BY b.lane_id) AS t
+         JOIN %1$I.queue_lanes AS l ON l.lane_id = t.lane_id
+         WHERE pg_sequence_last_value(l.spent) < t.lane_hi
+         LIMIT 1',
+        {schema_literal}, 'ready_claim_attempt_batches_' || p_slot)
+    INTO reason, detail;
+END
+$function$;
+
+CREATE FUNCTION {schema}.claim_generation_is_pruned(p_slot smallint, p_generation bigint) RETURNS boolean
+LANGUAGE sql STABLE AS $function$
+    SELECT EXISTS (SELECT FROM {schema}.claim_ring_prunes AS p WHERE p.generation = p_generation)
+        OR EXISTS (SELECT FROM {schema}.claim_ring_state AS s WHERE s.slot = p_slot AND s.generation > p_generation)
+$function$;
+
+-- Who holds an advisory lock (two-integer form) or one of some relations, for the reason of a skip.
+CREATE FUNCTION {schema}.lock_holders(p_class oid, p_key integer, p_relations oid[]) RETURNS text
+LANGUAGE sql VOLATILE AS $function$
+    SELECT string_agg(DISTINCT format('pid %s (%s, %s, transaction open for %s)', l.pid, coalesce(nullif(a.application_name, ''), 'unnamed'),
+                      coalesce(a.state, 'prepared'), coalesce(date_trunc('second', clock_timestamp() - a.xact_start)::text, '?')), '; ')
+    FROM pg_locks AS l
+    LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid
+    WHERE l.granted AND l.pid IS DISTINCT FROM pg_backend_pid()
+      AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database())
+      AND ((l.locktype = 'advisory' AND l.classid = p_class AND l.objid = p_key::bigint::oid AND l.objsubid = 2)
+           OR (l.locktype = 'relation' AND l.relation = ANY (p_relations)))
+$function$;
+
+-- Prunes one slot, if it can be. One slot a transaction: the exclusive locks live until its end.
+CREATE FUNCTION {schema}.prune(
+    p_ring text, p_slot smallint, p_lock_timeout interval DEFAULT '50 milliseconds',
+    OUT pruned boolean, OUT generation bigint, OUT reason text, OUT detail text
+)
+LANGUAGE plpgsql AS $function$
+DECLARE
+    c_parents constant text[] := CASE p_ring
+        WHEN 'queue' THEN ARRAY['ready_entries', 'ready_claim_attempt_batches', 'ready_lane_holes', 'receipt_completion_batches', 'done_entries']
+        WHEN 'claim' THEN ARRAY['lease_claim_batches', 'lease_claim_closure_batches']
+    END;
+    v_class oid := format('%I.%I', {schema_literal}, p_ring || '_ring_slots')::regclass;
+    v_state text;
+    v_children text;
+    v_relations oid[];
+    v_blocker record;
+BEGIN
+    pruned := false;
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'prune needs READ COMMITTED, not %', upper(current_setting('transaction_isolation'))
+            USING ERRCODE = 'feature_not_supported';
+    END IF;
+    SELECT s.generation, s.state INTO generation, v_state FROM {schema}.ring_slots(p_ring) AS s WHERE s.slot = p_slot;
+    IF v_state IS DISTINCT FROM 'sealed' THEN
+        reason := coalesce(v_state, 'no_such_slot');
+        RETURN;
+    END IF;
+
+    -- First proof, without any lock.
+    EXECUTE format('SELECT b.reason, b.detail FROM %I.%I($1) AS b', {schema_literal}, p_ring || '_slot_blocker')
+    INTO v_blocker USING p_slot;
+    IF v_blocker.reason IS NOT NULL THEN
+        reason := v_blocker.reason;
+        detail := v_blocker.detail;
+        RETURN;
+    END IF;
+
+    -- Lock: the slot's row (one pruner), then its pin (nobody is about to write here).
+    EXECUTE format('SELECT 1 FROM %1$I.%2$I AS s WHERE s.slot = $1 FOR UPDATE SKIP LOCKED', {schema_literal}, p_ring || '_ring_slots')
+    INTO v_blocker USING p_slot;
+    IF v_blocker IS NULL THEN
+        reason := 'locked';
+        detail := 'another session is pruning this slot';
+        RETURN;
+    END IF;
+    IF NOT pg_try_advisory_xact_lock(v_class::integer, p_slot) THEN
+        reason := 'pinned';
+        detail := {schema}.lock_holders(v_class, p_slot, '{}');
+        RETURN;
+    END IF;
+
+    SELECT string_agg(format('%I.%I', {schema_literal}, p || '_' || p_slot), ', '),
+           array_agg(format('%I.%I', {schema_literal}, p || '_' || p_slot)::regclass::oid)
+    INTO v_children, v_relations
+    FROM unnest(c_parents) AS p;
+    BEGIN
+        -- Lock: the partitions, exclusively and briefly. A reader that does not let go costs a skip.
+        PERFORM set_config('lock_timeout', (extract(epoch FROM p_lock_timeout) * 1000)::integer::text, true);
+        EXECUTE 'LOCK TABLE ' || v_children || ' IN ACCESS EXCLUSIVE MODE';
+        PERFORM set_config('lock_timeout', '0', true);
+    EXCEPTION WHEN lock_not_available THEN
+        reason := 'reader';
+        detail := {schema}.lock_holders(NULL, NULL, v_relations);
+        RETURN;
+    END;
+
+    -- Second proof: a fresh statement under the locks sees what was committed while they were waited for.
+    SELECT s.state INTO v_state FROM {schema}.ring_slots(p_ring) AS s WHERE s.slot = p_slot AND s.generation = prune.generation;
+    EXECUTE format('SELECT b.reason, b.detail FROM %I.%I($1) AS b', {schema_literal}, p_ring || '_slot_blocker')
+    INTO v_blocker USING p_slot;
+    IF v_state IS DISTINCT FROM 'sealed' OR v_blocker.reason IS NOT NULL THEN
+        reason := coalesce(v_blocker.reason, v_state);
+        detail := v_blocker.detail;
+        RETURN;
+    END IF;
+
+    IF p_ring = 'queue' THEN
+        PERFORM {schema}.fold_pruned_slot(p_slot, generation);
+    END IF;
+    -- An empty child is left alone: TRUNCATE would rewrite its rows in pg_class for nothing.
+    SELECT string_agg(r::regclass::text, ', ') INTO v_children FROM unnest(v_relations) AS r WHERE pg_relation_size(r) > 0;
+    IF v_children IS NOT NULL THEN
+        EXECUTE 'TRUNCATE ' || v_children;
+    END IF;
+    EXECUTE format('INSERT INTO %1$I.%2$I (generation, slot) VALUES ($1, $2)', {schema_literal}, p_ring || '_ring_prunes')
+    USING generation, p_slot;
+    pruned := true;
+END
+$function$;
+
+-- What must outlive a queue slot: its terminal counts, and that its finished jobs no longer hold their unique keys.
+CREATE FUNCTION {schema}.fold_pruned_slot(p_slot smallint, p_generation bigint) RETURNS void
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_has_unique boolean;
+    v_jobs bigint[];
+BEGIN
+    EXECUTE format(
+        'INSERT INTO %1$I.queue_terminal_rollup_deltas (generation, queue, state, job_count)
+         SELECT $1, l.queue, t.state, sum(t.job_count)
+         FROM (SELECT c.lane_id, ''completed''::%1$I.job_state AS state, c.job_count FROM %1$I.%2$I AS c
+               UNION ALL
+               SELECT d.lane_id, d.state, 1 FROM %1$I.%3$I AS d) AS t
+         JOIN %1$I.queue_lanes AS l ON l.lane_id = t.lane_id
+         GROUP BY l.queue, t.state',
+        {schema_literal}, 'receipt_completion_batches_' || p_slot, 'done_entries_' || p_slot)
+    USING p_generation;
+
+    EXECUTE format('SELECT bool_or(b.has_unique) FROM %1$I.%2$I AS b', {schema_literal}, 'ready_claim_attempt_batches_' || p_slot)
+    INTO v_has_unique;
+    IF v_has_unique THEN
+        SELECT array_agg(t.id) INTO v_jobs
+        FROM {schema}.terminal_jobs AS t
+        WHERE t.ready_slot = p_slot AND t.unique_key IS NOT NULL;
+        DELETE FROM {schema}.job_unique_claims AS c WHERE c.job_id = ANY (v_jobs);
+    END IF;
+END
+$function$;
+
+-- Moves the cursors of lanes over what is committed, for lanes that no claim visits any more. Returns how many moved.
+CREATE FUNCTION {schema}.advance_idle_cursors() RETURNS integer
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_lane {schema}.queue_lanes;
+    v_allocated bigint;
+    v_spent bigint;
+    v_known record;
+    v_moved integer := 0;
+BEGIN
+    FOR v_lane IN SELECT l.* FROM {schema}.queue_lanes AS l ORDER BY l.lane_id LOOP
+        v_allocated := pg_sequence_last_value(v_lane.seq);
+        CONTINUE WHEN pg_sequence_last_value(v_lane.spent) >= v_allocated;
+        CONTINUE WHEN NOT pg_try_advisory_xact_lock('{schema}.queue_lanes'::regclass::oid::integer, v_lane.lane_id);
+        v_spent := pg_sequence_last_value(v_lane.spent);
+        SELECT coalesce(range_agg(t.lane_ranges), '{}') AS emitted INTO v_known
+        FROM (
+            SELECT b.lane_ranges FROM {schema}.ready_claim_attempt_batches AS b WHERE b.lane_id = v_lane.lane_id AND b.lane_hi > v_spent
+            UNION ALL
+            SELECT h.lane_ranges FROM {schema}.ready_lane_holes AS h WHERE h.lane_id = v_lane.lane_id AND h.lane_hi > v_spent
+        ) AS t;
+        IF NOT isempty(v_known.emitted) THEN
+            v_spent := lower(int8multirange(int8range(v_spent + 1, NULL)) - v_known.emitted) - 1;
+            IF v_spent > pg_sequence_last_value(v_lane.spent) THEN
+                PERFORM setval(v_lane.spent, v_spent);
+                v_moved := v_moved + 1;
+            END IF;
+        END IF;
+        IF v_spent < v_allocated THEN
+            PERFORM {schema}.settle_holes(v_lane, v_spent, v_allocated, v_known.emitted, 0, '{}', true);
+        END IF;
+    END LOOP;
+    RETURN v_moved;
+END
+$function$;
+
+-- Drops cursor rows that nothing needs any more, but only when no old snapshot would keep them as dead tuples. Keeps every
+-- slot's newest row. Returns how many went.
+CREATE FUNCTION {schema}.trim_ring_state(p_ring text, p_keep integer DEFAULT 64, p_at_least integer DEFAULT 256) RETURNS bigint
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_deleted bigint := 0;
+    v_rows bigint;
+BEGIN
+    EXECUTE format('SELECT count(*) FROM %1$I.%2$I', {schema_literal}, p_ring || '_ring_state') INTO v_rows;
+    IF v_rows < p_at_least OR {schema}.oldest_pin() > interval '5 seconds' THEN
+        RETURN 0;
+    END IF;
+    EXECUTE format(
+        'WITH spare AS (
+             SELECT s.generation FROM %1$I.%2$I AS s
+             WHERE s.generation < (SELECT max(m.generation) FROM %1$I.%2$I AS m) - $1
+               AND EXISTS (SELECT FROM %1$I.%2$I AS n WHERE n.slot = s.slot AND n.generation > s.generation)
+         ), states AS (
+             DELETE FROM %1$I.%2$I AS s USING spare WHERE s.generation = spare.generation RETURNING s.generation
+         ), prunes AS (
+             DELETE FROM %1$I.%3$I AS p USING spare WHERE p.generation = spare.generation
+         )
+         SELECT count(*) FROM states',
+        {schema_literal}, p_ring || '_ring_state', p_ring || '_ring_prunes')
+    INTO v_deleted USING p_keep;
+    RETURN v_deleted;
+END
+$function$;
+
+-- For how long somebody else has kept dead rows from being removed: sessions, prepared transactions, replication slots.
+CREATE FUNCTION {schema}.oldest_pin() RETURNS interval
+LANGUAGE sql VOLATILE AS $function$
+    SELECT coalesce(max(p.age), interval '0')
+    FROM (
+        SELECT clock_timestamp() - a.xact_start AS age
+        FROM pg_stat_activity AS a
+        WHERE (a.backend_xmin IS NOT NULL OR a.backend_xid IS NOT NULL) AND a.pid <> pg_backend_pid()
+        UNION ALL
+        SELECT clock_timestamp() - x.prepared FROM pg_prepared_xacts AS x
+        UNION ALL
+        SELECT interval '1 day' FROM pg_replication_slots AS s WHERE s.xmin IS NOT NULL
+    ) AS p
+$function$;
