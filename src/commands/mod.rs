@@ -1,0 +1,154 @@
+//! The command line: one file a verb, each parsing its flags, calling the engine and rendering
+//! what it returned. `context.rs` is what they share.
+//!
+//! To add a command: a file here with `Args` (clap) and
+//! `async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode>`, a `mod` line, a
+//! variant of [`Command`] and its arm in [`run`].
+
+pub mod completions;
+pub mod confirm;
+pub mod context;
+pub mod contexts;
+pub mod exit;
+pub mod logging;
+pub mod man;
+pub mod migrate;
+pub mod output;
+pub mod report;
+pub mod target;
+
+use clap::{ColorChoice, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+
+pub use context::Context;
+pub use exit::{CommandError, ExitCode};
+pub use target::Access;
+
+/// Operate the awa job queue: install and migrate its schema, inspect it, run its workers.
+#[derive(Debug, Parser)]
+#[command(name = "awactl", version = version(), propagate_version = true, max_term_width = 100)]
+pub struct Cli {
+    #[command(flatten)]
+    pub global: GlobalArgs,
+
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    Migrate(migrate::Args),
+    Completions(completions::Args),
+    Man(man::Args),
+}
+
+async fn run(command: Command, context: &Context) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::Migrate(args) => migrate::run(args, context).await,
+        Command::Completions(args) => completions::run(&args, context),
+        Command::Man(args) => man::run(&args, context),
+    }
+}
+
+/// Options every command takes.
+#[derive(Debug, Clone, Default, clap::Args)]
+#[command(next_help_heading = "Global options")]
+pub struct GlobalArgs {
+    /// Database as postgres://… URL or key=value pairs [env: DATABASE_URL, or PG* variables]
+    // The environment is read in target.rs: clap would print its value, password included, in
+    // the help text.
+    #[arg(long, global = true, value_name = "URL")]
+    pub database_url: Option<String>,
+
+    /// Schema the queue lives in [env: AWACTL_SCHEMA] [default: awa]
+    #[arg(long, global = true, value_name = "NAME")]
+    pub schema: Option<String>,
+
+    /// Named target from $XDG_CONFIG_HOME/awactl/config.yaml
+    #[arg(
+        long,
+        global = true,
+        value_name = "NAME",
+        conflicts_with = "database_url"
+    )]
+    pub context: Option<String>,
+
+    /// How results are written to standard output
+    #[arg(short, long, global = true, value_enum, default_value_t)]
+    pub output: output::Format,
+
+    /// Colours; auto means on a terminal, unless NO_COLOR is set
+    #[arg(long, global = true, value_enum, default_value_t)]
+    pub color: output::Color,
+
+    /// Say more on standard error; twice for details, and errors with their causes
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    pub verbose: u8,
+
+    /// How messages are written to standard error
+    #[arg(long, global = true, value_enum, default_value_t)]
+    pub log_format: logging::LogFormat,
+
+    /// Answer yes to every question
+    #[arg(short, long, global = true)]
+    pub yes: bool,
+}
+
+fn version() -> &'static str {
+    // clap wants a text that lives for ever; this one is made once.
+    static VERSION: std::sync::LazyLock<String> = std::sync::LazyLock::new(|| {
+        format!(
+            "{} (schema version {})",
+            env!("CARGO_PKG_VERSION"),
+            crate::engine::migrations::LATEST
+        )
+    });
+    &VERSION
+}
+
+/// The whole program: parse, run, report.
+pub fn main() -> std::process::ExitCode {
+    let color = output::Color::from_arguments(std::env::args_os());
+    let parsed = Cli::command()
+        .color(match color {
+            output::Color::Auto => ColorChoice::Auto,
+            output::Color::Always => ColorChoice::Always,
+            output::Color::Never => ColorChoice::Never,
+        })
+        .try_get_matches()
+        .and_then(|matches| Cli::from_arg_matches(&matches));
+    let cli = match parsed {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Help and version come this way too; a reader that left early is no failure.
+            let _ = error.print();
+            return if error.use_stderr() {
+                ExitCode::Usage.into()
+            } else {
+                ExitCode::Done.into()
+            };
+        }
+    };
+    logging::start(&cli.global);
+    let context = Context::new(cli.global);
+    let runtime = match tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+    {
+        Ok(runtime) => runtime,
+        Err(error) => return context.fail(&error.into()).into(),
+    };
+    let code = match runtime.block_on(run(cli.command, &context)) {
+        Ok(code) => code,
+        Err(error) => context.fail(&error),
+    };
+    code.into()
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_command_line_is_consistent() {
+        use clap::CommandFactory as _;
+        super::Cli::command().debug_assert();
+    }
+}
