@@ -44,7 +44,22 @@ pub const FIRST: i32 = 1000;
 pub const MIGRATIONS: &[Migration] = &[Migration {
     version: FIRST,
     name: "the 0.6 engine",
-    files: sql!["v012/00_meta.sql"],
+    files: sql![
+        "v1000/00_meta.sql",
+        "v1000/10_queue_ring.sql",
+        "v1000/20_claim_ring.sql",
+        "v1000/30_plain.sql",
+        "v1000/40_ring_children.sql",
+        "v1000/50_enqueue.sql",
+        "v1000/51_claim.sql",
+        "v1000/52_holes.sql",
+        "v1000/53_complete.sql",
+        "v1000/54_close.sql",
+        "v1000/55_promote.sql",
+        "v1000/56_rotate.sql",
+        "v1000/57_prune.sql",
+        "v1000/58_views.sql",
+    ],
 }];
 
 /// The schema version this build needs.

@@ -44,9 +44,14 @@ impl Bell {
         }
     }
 
+    /// Whether producers would notify now.
+    pub fn is_registered(&self, queue: &Arc<str>) -> bool {
+        *self.queues[queue].registered.borrow()
+    }
+
     /// Tells producers to save themselves the notification.
     pub fn unregister(&self, queue: &Arc<str>) {
-        if *self.queues[queue].registered.borrow() {
+        if self.is_registered(queue) {
             let _ = self.commands.send(Command::Wake(Arc::clone(queue)));
         }
     }
