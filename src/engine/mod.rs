@@ -1,1 +1,3 @@
 //! The engine.
+pub mod duration;
+pub mod worker;
