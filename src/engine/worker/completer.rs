@@ -7,14 +7,14 @@ use std::time::Duration;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio_postgres::Client;
 
-use super::link::Link;
+use super::link::{Link, Prepared, within};
 use super::outcome::Outcome;
 use super::stats::Stats;
 use super::{Job, RawJson};
 use crate::engine::claim::Receipt;
 use crate::engine::close::{Close, Closing, Ending};
 use crate::engine::complete::{Complete, Lost};
-use crate::engine::error::{EngineError, Result};
+use crate::engine::error::Result;
 use crate::engine::schema::Schema;
 use crate::engine::target::Target;
 
@@ -63,8 +63,7 @@ impl Ended {
 }
 
 pub(super) struct Completer {
-    link: Link<(Complete, Close)>,
-    schema: Schema,
+    link: Link<Writers>,
     stats: Arc<Stats>,
     inbox: UnboundedReceiver<Finished>,
     flushed: Box<dyn Fn(usize) + Send>,
@@ -73,8 +72,7 @@ pub(super) struct Completer {
 impl Completer {
     /// `flushed` hears how many results left after each flush.
     pub fn new(target: Target, stats: Arc<Stats>, inbox: UnboundedReceiver<Finished>, flushed: impl Fn(usize) + Send + 'static) -> Self {
-        let schema = target.schema.clone();
-        Self { link: Link::new(target), schema, stats, inbox, flushed: Box::new(flushed) }
+        Self { link: Link::new(target), stats, inbox, flushed: Box::new(flushed) }
     }
 
     /// Until every sender is gone and everything is written.
@@ -105,7 +103,7 @@ impl Completer {
         if completed.is_empty() {
             return;
         }
-        let lost = self.insist("complete", async |client, (complete, _)| complete.run(client, completed).await).await;
+        let lost = self.insist(Results::Completed(completed)).await;
         Stats::add(&self.stats.completed, completed.len() - lost.len());
         self.report(&lost, |place| completed[place]);
     }
@@ -114,7 +112,7 @@ impl Completer {
         if closings.is_empty() {
             return;
         }
-        let lost = self.insist("close", async |client, (_, close)| close.run(client, closings).await).await;
+        let lost = self.insist(Results::Otherwise(closings)).await;
         for (n, closing) in closings.iter().enumerate() {
             if lost.iter().any(|l| l.place == n) {
                 continue;
@@ -131,28 +129,25 @@ impl Completer {
     }
 
     /// Tries until the database has answered. Trying again is safe: what a lost answer had written loses as closed. An
-    /// error that would come back every time gives the flush up; its attempts stay open and are rescued.
-    async fn insist(&mut self, what: &str, call: impl AsyncFn(&Client, (Complete, Close)) -> Result<Vec<Lost>>) -> Vec<Lost> {
-        let schema = self.schema.clone();
+    /// error that comes back every time gives the flush up; its attempts stay open and are rescued.
+    async fn insist(&mut self, results: Results<'_>) -> Vec<Lost> {
         let mut persistent = 0;
         loop {
-            let outcome = self
-                .link
-                .run(async |client| Ok((Complete::prepare(client, &schema).await?, Close::prepare(client, &schema).await?)), |client, prepared| call(client, prepared))
-                .await;
+            let outcome = match self.link.ready().await {
+                Ok((client, writers)) => within(results.write(client, writers)).await,
+                Err(error) => Err(error),
+            };
             Stats::add(&self.stats.flushes, 1);
-            match outcome {
+            match self.link.settle(outcome) {
                 Ok(lost) => return lost,
                 Err(error) => {
                     Stats::add(&self.stats.reconnects, 1);
-                    if !error.is_transient() {
-                        persistent += 1;
-                    }
-                    tracing::warn!(error = %error, "could not {what} results; they are kept");
+                    persistent += u32::from(!error.is_transient());
                     if persistent >= GIVE_UP_AFTER {
-                        log_given_up(what, &error);
+                        tracing::error!(error = %error, "gave up writing results; their attempts stay open until rescued");
                         return Vec::new();
                     }
+                    tracing::warn!(error = %error, "could not write results; they are kept");
                     tokio::time::sleep(self.link.pause()).await;
                 }
             }
@@ -171,6 +166,29 @@ impl Completer {
 /// How often an error that is not transient may come back for the same flush.
 const GIVE_UP_AFTER: u32 = 20;
 
-fn log_given_up(what: &str, error: &EngineError) {
-    tracing::error!(error = %error, "gave up to {what} results; their attempts stay open until they are rescued");
+/// The two calls a completer makes.
+struct Writers {
+    complete: Complete,
+    close: Close,
+}
+
+impl Prepared for Writers {
+    async fn prepare(client: &Client, schema: &Schema) -> Result<Self> {
+        Ok(Self { complete: Complete::prepare(client, schema).await?, close: Close::prepare(client, schema).await? })
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Results<'a> {
+    Completed(&'a [Receipt]),
+    Otherwise(&'a [Closing]),
+}
+
+impl Results<'_> {
+    async fn write(self, client: &Client, writers: &Writers) -> Result<Vec<Lost>> {
+        match self {
+            Self::Completed(receipts) => writers.complete.run(client, receipts).await,
+            Self::Otherwise(closings) => writers.close.run(client, closings).await,
+        }
+    }
 }

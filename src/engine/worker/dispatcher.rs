@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use rand::Rng;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{Notify, Semaphore, watch};
 
@@ -12,12 +11,13 @@ use super::completer::{Ended, Finished};
 use super::context::{CancelReason, JobContext};
 use super::guard::{run_guarded, run_now};
 use super::handler::{Registry, Worker};
-use super::link::Link;
+use super::link::{Link, Prepared, jittered, within};
 use super::listener::Bell;
 use super::outcome::Outcome;
 use super::stats::Stats;
 use crate::engine::claim::{Claim, ClaimOptions, Claimed, Claims, MAX_CLAIM};
 use crate::engine::error::Result;
+use crate::engine::schema::Schema;
 use crate::engine::target::Target;
 
 /// After an empty claim a queue that had work this recently is asked again shortly, without the ceremony of sleeping.
@@ -104,6 +104,12 @@ impl Drop for Counted {
     }
 }
 
+impl Prepared for Claim {
+    async fn prepare(client: &tokio_postgres::Client, schema: &Schema) -> Result<Self> {
+        Self::prepare(client, schema).await
+    }
+}
+
 pub(super) struct Dispatcher {
     queue: Arc<str>,
     deadline: Option<Duration>,
@@ -115,7 +121,6 @@ pub(super) struct Dispatcher {
     shared: Arc<Shared>,
     outstanding: Arc<Outstanding>,
     link: Link<Claim>,
-    target: Target,
 }
 
 impl Dispatcher {
@@ -138,8 +143,7 @@ impl Dispatcher {
             bell,
             shared,
             outstanding: Arc::default(),
-            link: Link::new(target.clone()),
-            target,
+            link: Link::new(target),
         }
     }
 
@@ -169,7 +173,7 @@ impl Dispatcher {
                 }
                 Ok(claims) if claims.busy => {
                     Stats::add(&self.shared.stats.busy_claims, 1);
-                    tokio::time::sleep(WARM_PAUSE.mul_f64(rand::rng().random_range(0.5..1.5))).await;
+                    tokio::time::sleep(jittered(WARM_PAUSE)).await;
                 }
                 Ok(_) => {
                     Stats::add(&self.shared.stats.empty_claims, 1);
@@ -204,18 +208,16 @@ impl Dispatcher {
     }
 
     async fn claim(&mut self, limit: usize, probe: bool) -> Result<Claims> {
-        let Self { link, queue, shared, target, deadline, .. } = self;
-        let schema = &target.schema;
-        let options = ClaimOptions { deadline: *deadline, probe };
-        let (queue, shared) = (&*queue, &*shared);
-        let claims = link
-            .run(
-                async |client| Claim::prepare(client, schema).await,
-                |client, claim| async move {
-                    claim.run(client, queue, limit, &shared.instance, options, |kind| shared.registry.intern(kind)).await
-                },
-            )
-            .await?;
+        let shared = &self.shared;
+        let options = ClaimOptions { deadline: self.deadline, probe };
+        let outcome = match self.link.ready().await {
+            Ok((client, claim)) => {
+                let intern = |kind: &str| shared.registry.intern(kind);
+                within(claim.run(client, &self.queue, limit, &shared.instance, options, intern)).await
+            }
+            Err(error) => Err(error),
+        };
+        let claims = self.link.settle(outcome)?;
         Stats::add(&shared.stats.claims, 1);
         Stats::add(&shared.stats.claimed, claims.jobs.len());
         Ok(claims)

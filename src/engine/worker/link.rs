@@ -8,6 +8,7 @@ use tokio_postgres::Client;
 
 use crate::engine::connect::{Session, connect};
 use crate::engine::error::{EngineError, Result};
+use crate::engine::schema::Schema;
 use crate::engine::target::Target;
 
 /// No statement of the hot path takes this long; a connection that is silent for longer is taken for dead.
@@ -28,6 +29,11 @@ pub async fn open(target: &Target) -> Result<Session> {
     Ok(session)
 }
 
+/// What a loop prepares on each new session.
+pub trait Prepared: Sized + Send {
+    fn prepare(client: &Client, schema: &Schema) -> impl Future<Output = Result<Self>> + Send;
+}
+
 /// A session and what was prepared on it, remade after a loss.
 pub struct Link<P> {
     target: Target,
@@ -35,53 +41,62 @@ pub struct Link<P> {
     pause: Duration,
 }
 
-impl<P: Clone> Link<P> {
+impl<P: Prepared> Link<P> {
     pub fn new(target: Target) -> Self {
         Self { target, live: None, pause: Duration::ZERO }
     }
 
-    /// Runs `call` on the session, opening it and preparing first if need be. A lost connection, a transient error or
-    /// silence is an error here and a new session next time, after a pause that grows while it goes on.
-    pub async fn run<T, F>(&mut self, prepare: impl AsyncFnOnce(&Client) -> Result<P>, call: impl FnOnce(&Client, P) -> F) -> Result<T>
-    where
-        F: Future<Output = Result<T>>,
-    {
-        let outcome = self.attempt(prepare, call).await;
-        match &outcome {
-            Ok(_) => self.pause = Duration::ZERO,
-            Err(_) => {
-                self.live = None;
-                self.pause = (self.pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+    /// The session, opened and prepared first if need be.
+    pub async fn ready(&mut self) -> Result<(&Client, &P)> {
+        if self.live.as_ref().is_none_or(|(session, _)| session.is_closed()) {
+            self.live = None;
+            let opened = within(async {
+                let session = open(&self.target).await?;
+                let prepared = P::prepare(&session, &self.target.schema).await?;
+                Ok((session, prepared))
+            });
+            match opened.await {
+                Ok(live) => self.live = Some(live),
+                Err(error) => return Err(self.lost(error)),
             }
         }
-        outcome
+        match &self.live {
+            Some((session, prepared)) => Ok((session, prepared)),
+            None => unreachable!("it was opened just above"),
+        }
+    }
+
+    /// To be told of every outcome: after an error the next call opens a new session, after a pause that grows while the
+    /// errors go on.
+    pub fn settle<T>(&mut self, outcome: Result<T>) -> Result<T> {
+        match outcome {
+            Ok(value) => {
+                self.pause = Duration::ZERO;
+                Ok(value)
+            }
+            Err(error) => Err(self.lost(error)),
+        }
+    }
+
+    fn lost(&mut self, error: EngineError) -> EngineError {
+        self.live = None;
+        self.pause = (self.pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+        error
     }
 
     /// How long to wait before the next try; jittered, so that a fleet does not come back all at once.
     pub fn pause(&self) -> Duration {
-        self.pause.mul_f64(rand::rng().random_range(0.5..1.0))
-    }
-
-    async fn attempt<T, F>(&mut self, prepare: impl AsyncFnOnce(&Client) -> Result<P>, call: impl FnOnce(&Client, P) -> F) -> Result<T>
-    where
-        F: Future<Output = Result<T>>,
-    {
-        if self.live.as_ref().is_none_or(|(session, _)| session.is_closed()) {
-            let opened = within(async {
-                let session = open(&self.target).await?;
-                let prepared = prepare(&session).await?;
-                Ok((session, prepared))
-            });
-            self.live = Some(opened.await?);
-        }
-        let Some((session, prepared)) = &self.live else {
-            unreachable!("it was opened just above")
-        };
-        within(call(session, prepared.clone())).await
+        jittered(self.pause)
     }
 }
 
-async fn within<T>(work: impl Future<Output = Result<T>>) -> Result<T> {
+/// Half to all of it.
+pub fn jittered(pause: Duration) -> Duration {
+    pause.mul_f64(rand::rng().random_range(0.5..1.0))
+}
+
+/// The work's outcome, or that the connection is silent.
+pub async fn within<T>(work: impl Future<Output = Result<T>>) -> Result<T> {
     tokio::time::timeout(SILENCE, work).await.unwrap_or_else(|_| {
         Err(EngineError::Unreachable {
             target: "the server".into(),
