@@ -191,6 +191,9 @@ impl Table {
         } else {
             self.inner.force_no_tty();
         }
+        for column in self.inner.column_iter_mut() {
+            column.set_padding((0, 2));
+        }
         let lines = self.inner.lines().map(|line| line.trim_end().to_owned());
         lines.collect::<Vec<_>>().join("\n")
     }
