@@ -11,6 +11,7 @@ use super::logging::LogFormat;
 use super::output::Output;
 use super::report::Report;
 use super::target::{Access, Resolved, resolve};
+use crate::engine::migrate::require_current;
 use crate::engine::{Session, connect};
 
 pub struct Context {
@@ -45,6 +46,13 @@ impl Context {
     pub async fn connect(&self, access: Access) -> anyhow::Result<(Session, &Resolved)> {
         let resolved = self.target(access).await?;
         Ok((connect(&resolved.target).await?, resolved))
+    }
+
+    /// Like [`Self::connect`], for everything but `migrate`: the schema must be ours and current.
+    pub async fn connect_installed(&self, access: Access) -> anyhow::Result<(Session, &Resolved)> {
+        let (session, resolved) = self.connect(access).await?;
+        require_current(&session, &resolved.target.schema).await?;
+        Ok((session, resolved))
     }
 
     /// Before a change that can be taken back: asks only for a production target.

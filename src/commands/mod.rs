@@ -105,6 +105,20 @@ fn version() -> &'static str {
     &VERSION
 }
 
+/// A usage error repeats the argument it did not expect, and that may be a database URL given
+/// without its flag. Returns the text to show instead, if there is such an argument.
+fn without_secrets(text: &str, arguments: impl Iterator<Item = String>) -> Option<String> {
+    let secret = |argument: &String| {
+        argument.contains("password=") || (argument.contains("://") && argument.contains('@'))
+    };
+    let mut hidden = None;
+    for argument in arguments.filter(secret) {
+        let current = hidden.as_deref().unwrap_or(text);
+        hidden = Some(current.replace(&argument, "(database URL)"));
+    }
+    hidden
+}
+
 /// The whole program: parse, run, report.
 pub fn main() -> std::process::ExitCode {
     let color = output::Color::from_arguments(std::env::args_os());
@@ -120,12 +134,15 @@ pub fn main() -> std::process::ExitCode {
         Ok(cli) => cli,
         Err(error) => {
             // Help and version come this way too; a reader that left early is no failure.
-            let _ = error.print();
-            return if error.use_stderr() {
-                ExitCode::Usage.into()
-            } else {
-                ExitCode::Done.into()
-            };
+            if !error.use_stderr() {
+                let _ = error.print();
+                return ExitCode::Done.into();
+            }
+            match without_secrets(&error.to_string(), std::env::args()) {
+                Some(text) => eprint!("{text}"),
+                None => drop(error.print()),
+            }
+            return ExitCode::Usage.into();
         }
     };
     logging::start(&cli.global);
@@ -150,5 +167,20 @@ mod tests {
     fn the_command_line_is_consistent() {
         use clap::CommandFactory as _;
         super::Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_url_in_the_wrong_place_is_not_repeated() {
+        let url = "postgres://u:hunter2@h/db".to_owned();
+        let text = format!("unexpected argument '{url}'");
+        let shown = super::without_secrets(&text, [url].into_iter());
+        assert_eq!(
+            shown.as_deref(),
+            Some("unexpected argument '(database URL)'")
+        );
+        assert_eq!(
+            super::without_secrets("x", ["y".to_owned()].into_iter()),
+            None
+        );
     }
 }

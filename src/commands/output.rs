@@ -121,7 +121,11 @@ impl Table {
     pub fn new(header: &[&str]) -> Self {
         let mut inner = comfy_table::Table::new();
         let terminal = io::stdout().is_terminal();
-        let width = inner.width().filter(|_| terminal).unwrap_or(PIPED_WIDTH);
+        // Pseudo-terminals of CI systems often say that they are 0 columns wide.
+        let width = inner
+            .width()
+            .filter(|width| terminal && *width >= 40)
+            .unwrap_or(PIPED_WIDTH);
         inner
             .load_style(presets::NOTHING)
             .set_content_arrangement(ContentArrangement::Dynamic)
@@ -190,6 +194,9 @@ impl Table {
             self.inner.enforce_styling();
         } else {
             self.inner.force_no_tty();
+        }
+        for column in self.inner.column_iter_mut() {
+            column.set_padding((0, 2));
         }
         let lines = self.inner.lines().map(|line| line.trim_end().to_owned());
         lines.collect::<Vec<_>>().join("\n")

@@ -225,3 +225,200 @@ fn may_write(facts: &Facts) -> Result<(), Refusal> {
 fn quoted(name: &str) -> String {
     format!("\"{}\"", name.replace('"', "\"\""))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::probe::Applied;
+    use super::*;
+    use crate::engine::migrations::SqlFile;
+
+    const TOY: &[Migration] = &[toy(1000), toy(1001)];
+
+    const fn toy(version: i32) -> Migration {
+        Migration {
+            version,
+            name: "toy",
+            files: &[SqlFile {
+                path: "toy.sql",
+                sql: "SELECT 1",
+            }],
+        }
+    }
+
+    fn facts() -> Facts {
+        Facts {
+            schema: "awa".into(),
+            database: "db".into(),
+            role: "me".into(),
+            server_version_num: 150_000,
+            server_version: "15.0".into(),
+            encoding: "UTF8".into(),
+            in_recovery: false,
+            read_only: false,
+            schema_exists: false,
+            can_create_schema: true,
+            can_use_schema: false,
+            can_create_in_schema: false,
+            unreadable: Vec::new(),
+            object_count: 0,
+            objects: Vec::new(),
+            has_version_table: false,
+            has_peer_version_table: false,
+            applied: Vec::new(),
+            peer_version: None,
+            live_05_runtimes: 0,
+        }
+    }
+
+    fn ours(version: i32) -> Facts {
+        Facts {
+            schema_exists: true,
+            can_use_schema: true,
+            can_create_in_schema: true,
+            object_count: 9,
+            has_version_table: true,
+            applied: vec![Applied {
+                version,
+                checksum: TOY[0].checksum(),
+                awactl: "9.9.9".into(),
+            }],
+            ..facts()
+        }
+    }
+
+    fn peer(version: Option<i32>) -> Facts {
+        Facts {
+            has_version_table: false,
+            has_peer_version_table: true,
+            applied: Vec::new(),
+            peer_version: version,
+            ..ours(0)
+        }
+    }
+
+    fn versions(facts: &Facts) -> Vec<i32> {
+        let steps = decide(facts, TOY).unwrap();
+        steps.iter().map(|step| step.version).collect()
+    }
+
+    #[test]
+    fn what_is_missing_is_done_and_nothing_else() {
+        assert_eq!(versions(&facts()), [1000, 1001]);
+        assert_eq!(versions(&ours(1000)), [1001]);
+        assert_eq!(versions(&ours(1001)), [0; 0]);
+        let existing_but_empty = Facts {
+            object_count: 0,
+            has_version_table: false,
+            applied: Vec::new(),
+            ..ours(1000)
+        };
+        assert_eq!(versions(&existing_but_empty), [1000, 1001]);
+    }
+
+    #[test]
+    fn up_to_date_needs_no_right_to_write() {
+        let standby = Facts {
+            in_recovery: true,
+            read_only: true,
+            can_create_in_schema: false,
+            ..ours(1001)
+        };
+        assert_eq!(versions(&standby), [0; 0]);
+    }
+
+    #[test]
+    fn what_is_unsafe_is_refused_with_the_reason_and_what_to_do() {
+        let mut changed = ours(1000);
+        changed.applied[0].checksum = "other".into();
+        let cases = [
+            (
+                Facts {
+                    server_version_num: 140_012,
+                    server_version: "14.12".into(),
+                    ..facts()
+                },
+                "14.12",
+                "15 or newer",
+            ),
+            (
+                Facts {
+                    encoding: "LATIN1".into(),
+                    ..facts()
+                },
+                "LATIN1",
+                "UTF8",
+            ),
+            (
+                Facts {
+                    in_recovery: true,
+                    read_only: true,
+                    ..facts()
+                },
+                "standby",
+                "primary",
+            ),
+            (
+                Facts {
+                    read_only: true,
+                    ..facts()
+                },
+                "default_transaction_read_only",
+                "writable",
+            ),
+            (
+                Facts {
+                    can_create_schema: false,
+                    ..facts()
+                },
+                "may not create a schema",
+                "GRANT CREATE ON DATABASE \"db\" TO \"me\"",
+            ),
+            (
+                Facts {
+                    can_create_in_schema: false,
+                    ..ours(1000)
+                },
+                "may not create objects",
+                "GRANT USAGE, CREATE ON SCHEMA \"awa\" TO \"me\"",
+            ),
+            (
+                Facts {
+                    can_use_schema: false,
+                    unreadable: vec!["awactl_version".into()],
+                    ..ours(1001)
+                },
+                "may not read",
+                "GRANT USAGE",
+            ),
+            (ours(1002), "newer than this awactl", "awactl 9.9.9"),
+            (changed, "another build", "DROP SCHEMA"),
+            (
+                Facts {
+                    applied: Vec::new(),
+                    ..ours(1000)
+                },
+                "never finished",
+                "look into it",
+            ),
+            (peer(None), "never finished", "look into it"),
+            (peer(Some(5)), "older than 0.5.7", "0.5.7"),
+            (peer(Some(11)), "0.5.7", "another database"),
+            (peer(Some(12)), "awa 0.6 or newer", "another database"),
+            (peer(Some(999)), "awa 0.6 or newer", "another database"),
+            (
+                Facts {
+                    has_peer_version_table: false,
+                    objects: vec!["t".into()],
+                    ..peer(None)
+                },
+                "9 objects",
+                "--schema",
+            ),
+        ];
+        for (facts, why, todo) in cases {
+            let refusal = decide(&facts, TOY).err().unwrap();
+            assert!(refusal.why.contains(why), "{why}: {refusal:?}");
+            assert!(refusal.todo.contains(todo), "{todo}: {refusal:?}");
+        }
+    }
+}

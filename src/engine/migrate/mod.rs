@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 use tokio_postgres::error::ErrorPosition;
-use tokio_postgres::{Client, Transaction};
+use tokio_postgres::{Client, IsolationLevel, Transaction};
 
 pub use decide::{State, decide, state};
 pub use probe::{Applied, Facts, probe};
@@ -58,7 +58,13 @@ pub async fn run(
     if decide(&facts, migrations)?.is_empty() {
         return Ok(outcome(&facts, &[]));
     }
-    let transaction = client.transaction().await?;
+    // Read committed whatever the default is: after waiting for the lock, the second probe must
+    // see what its last holder committed.
+    let transaction = client
+        .build_transaction()
+        .isolation_level(IsolationLevel::ReadCommitted)
+        .start()
+        .await?;
     // A role's own timeouts and search path must not decide how an installation ends; the
     // Unicode escapes of `Schema::render` need standard strings.
     transaction
@@ -167,6 +173,38 @@ async fn record(transaction: &Transaction<'_>, schema: &Schema, step: &Migration
         )
         .await?;
     Ok(())
+}
+
+/// For everything that works on an installed schema: is it there, in exactly our version?
+pub async fn require_current(client: &Client, schema: &Schema) -> Result<()> {
+    let (name, wanted) = (schema.as_str(), super::migrations::LATEST);
+    let installed: bool = client
+        .query_one(
+            "SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+                            WHERE n.nspname = $1 AND c.relname = 'awactl_version')",
+            &[&name],
+        )
+        .await?
+        .get(0);
+    let found: Option<i32> = if installed {
+        let sql = format!(
+            "SELECT max(version) FROM {}.awactl_version",
+            schema.quoted()
+        );
+        client.query_one(&sql, &[]).await?.get(0)
+    } else {
+        None
+    };
+    let schema = name.to_owned();
+    match found {
+        None => Err(EngineError::NotInstalled { schema }),
+        Some(found) if found != wanted => Err(EngineError::WrongVersion {
+            schema,
+            found,
+            wanted,
+        }),
+        Some(_) => Ok(()),
+    }
 }
 
 /// `migrate status`, as programs read it.
