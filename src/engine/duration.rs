@@ -41,18 +41,34 @@ pub fn format(duration: Duration) -> impl fmt::Display {
 
 /// For `#[serde(deserialize_with)]`: a string as [`parse`] reads it.
 pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
-    // Parsing inside the visitor, not after it, lets a format attach the scalar's own position.
-    struct DurationVisitor;
-    impl Visitor<'_> for DurationVisitor {
-        type Value = Duration;
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("a duration such as 250ms, 30s, 5m, 1h30m or 2d")
-        }
-        fn visit_str<E: de::Error>(self, text: &str) -> Result<Duration, E> {
-            parse(text).map_err(E::custom)
+    deserializer.deserialize_str(DurationVisitor { zero: true })
+}
+
+/// As [`deserialize`], but longer than zero: for limits, where zero would let nothing happen.
+pub fn deserialize_limit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
+    deserializer.deserialize_str(DurationVisitor { zero: false })
+}
+
+// Checking inside the visit, not after it, lets a format attach the scalar's own position.
+struct DurationVisitor {
+    zero: bool,
+}
+
+impl Visitor<'_> for DurationVisitor {
+    type Value = Duration;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a duration such as 250ms, 30s, 5m, 1h30m or 2d")
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<Duration, E> {
+        match parse(text) {
+            Ok(Duration::ZERO) if !self.zero => {
+                Err(E::custom(format!("`{text}`: must be longer than zero")))
+            }
+            parsed => parsed.map_err(E::custom),
         }
     }
-    deserializer.deserialize_str(DurationVisitor)
 }
 
 #[cfg(test)]

@@ -22,7 +22,7 @@ const DEFAULT_WORKERS: u16 = 32;
 
 /// What a `workers.yaml` says.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a map with `queues` and `handlers`")]
 pub struct Config {
     /// By queue.
     #[serde(default, deserialize_with = "queues")]
@@ -34,7 +34,7 @@ pub struct Config {
 
 /// How one queue is served.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a map with `workers` and `deadline`")]
 pub struct QueueConfig {
     /// Jobs that run at a time, 1..=[`MAX_WORKERS`]; 32 unless given.
     #[serde(default = "default_workers", deserialize_with = "workers")]
@@ -131,13 +131,11 @@ impl Config {
 struct RawHandler {
     exec: Option<Vec<String>>,
     builtin: Option<BuiltinName>,
-    #[serde(default, deserialize_with = "some_limit")]
-    timeout: Option<Duration>,
+    timeout: Option<Limit>,
     env: Option<BTreeMap<String, String>>,
     cwd: Option<PathBuf>,
     clear_env: Option<bool>,
-    #[serde(default, deserialize_with = "some_duration")]
-    duration: Option<Duration>,
+    duration: Option<AnyDuration>,
     fail_times: Option<u32>,
     probability: Option<f64>,
 }
@@ -187,7 +185,7 @@ impl RawHandler {
             argv,
             env,
             cwd: self.cwd,
-            timeout: self.timeout,
+            timeout: self.timeout.map(|Limit(limit)| limit),
             clear_env: self.clear_env.unwrap_or_default(),
         })
     }
@@ -205,7 +203,7 @@ impl RawHandler {
         Ok(match name {
             "noop" => Builtin::Noop,
             "sleep" => Builtin::Sleep {
-                duration: self.duration,
+                duration: self.duration.map(|AnyDuration(duration)| duration),
             },
             "echo" => Builtin::Echo,
             "fail" => Builtin::Fail,
@@ -303,7 +301,7 @@ fn workers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u16, D::Error> 
     deserializer.deserialize_u64(WorkersVisitor)
 }
 
-/// A duration, whose errors keep their position.
+/// A duration, see [`duration::deserialize`].
 struct AnyDuration(Duration);
 
 impl<'de> Deserialize<'de> for AnyDuration {
@@ -312,15 +310,17 @@ impl<'de> Deserialize<'de> for AnyDuration {
     }
 }
 
-fn some_duration<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
-    Ok(Option::<AnyDuration>::deserialize(deserializer)?.map(|AnyDuration(duration)| duration))
+/// A duration longer than zero, see [`duration::deserialize_limit`].
+struct Limit(Duration);
+
+impl<'de> Deserialize<'de> for Limit {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        duration::deserialize_limit(deserializer).map(Self)
+    }
 }
 
 fn some_limit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
-    match some_duration(deserializer)? {
-        Some(Duration::ZERO) => Err(de::Error::custom("must be longer than zero")),
-        limit => Ok(limit),
-    }
+    Ok(Option::<Limit>::deserialize(deserializer)?.map(|Limit(limit)| limit))
 }
 
 fn queues<'de, D: Deserializer<'de>>(

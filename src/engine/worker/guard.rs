@@ -25,7 +25,7 @@ pub fn run_now(worker: &dyn Worker, job: &Job) -> Option<Outcome> {
 /// Runs one attempt to its end; call it in a task of its own, so that a handler which blocks a
 /// thread against the rules holds up that task only.
 ///
-/// A panic becomes a retry with its message. When `deadline` (from now) passes, the context is
+/// A context cancelled already starts nothing. A panic becomes a retry with its message. When `deadline` (from now) passes, the context is
 /// cancelled with [`CancelReason::Deadline`], the future gets [`Worker::stop_grace`] to wind up and
 /// is dropped; the attempt retries with [`DEADLINE_EXCEEDED`] whatever it still answers. Other
 /// cancellations are the handler's to obey: to force one, drop this future.
@@ -34,6 +34,9 @@ pub async fn run_guarded(
     ctx: &JobContext,
     deadline: Option<Duration>,
 ) -> Outcome {
+    if let Some(reason) = ctx.cancel_reason() {
+        return Outcome::stopped(reason);
+    }
     let mut run = match catch_unwind(AssertUnwindSafe(|| worker.perform(ctx))) {
         Ok(run) => run,
         Err(panic) => return from_panic(&*panic).sanitized(),

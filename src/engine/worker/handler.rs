@@ -46,12 +46,12 @@ pub trait Worker: Send + Sync + 'static {
 }
 
 /// Makes a handler of an async closure: `worker_fn("resize", |ctx| async move { … })`.
-pub fn worker_fn<F, Fut>(kind: impl Into<String>, run: F) -> impl Worker
+pub fn worker_fn<F, Fut>(kind: impl Into<String>, run: F) -> WorkerFn<F>
 where
     F: Fn(JobContext) -> Fut + Send + Sync + 'static,
     Fut: Future<Output = Outcome> + Send + 'static,
 {
-    AsyncFn {
+    WorkerFn {
         kind: kind.into(),
         run,
     }
@@ -61,7 +61,7 @@ where
 ///
 /// Such a thread cannot be interrupted: past its deadline the closure goes on, its answer unheard,
 /// unless it looks at [`JobContext::is_cancelled`] now and then.
-pub fn blocking_fn<F>(kind: impl Into<String>, run: F) -> impl Worker
+pub fn blocking_fn<F>(kind: impl Into<String>, run: F) -> BlockingFn<F>
 where
     F: Fn(&JobContext) -> Outcome + Send + Sync + 'static,
 {
@@ -71,12 +71,13 @@ where
     }
 }
 
-struct AsyncFn<F> {
+/// What [`worker_fn`] makes.
+pub struct WorkerFn<F> {
     kind: String,
     run: F,
 }
 
-impl<F, Fut> Worker for AsyncFn<F>
+impl<F, Fut> Worker for WorkerFn<F>
 where
     F: Fn(JobContext) -> Fut + Send + Sync + 'static,
     Fut: Future<Output = Outcome> + Send + 'static,
@@ -90,7 +91,8 @@ where
     }
 }
 
-struct BlockingFn<F> {
+/// What [`blocking_fn`] makes.
+pub struct BlockingFn<F> {
     kind: String,
     run: Arc<F>,
 }

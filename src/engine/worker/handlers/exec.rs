@@ -45,7 +45,7 @@ use crate::engine::worker::outcome::Outcome;
 pub const KILL_GRACE: Duration = Duration::from_secs(2);
 
 /// Killing, reaping and reading the rest come after the grace.
-const STOP_GRACE: Duration = KILL_GRACE.saturating_add(Duration::from_secs(3));
+const STOP_GRACE: Duration = KILL_GRACE.saturating_add(Duration::from_secs(4));
 
 const STDOUT_TAIL: usize = 64 * 1024;
 const STDERR_TAIL: usize = 4 * 1024;
@@ -168,11 +168,9 @@ impl ExecWorker {
 
     fn why_not_started(&self, program: &str, error: &io::Error) -> String {
         // A missing directory and a missing program are the same error to the system.
-        if let Some(cwd) = &self.exec.cwd {
-            if !cwd.is_dir() {
-                let cwd = cwd.display();
-                return format!("cannot start `{program}`: its cwd `{cwd}` is not a directory");
-            }
+        if let Some(cwd) = self.exec.cwd.as_ref().filter(|cwd| !cwd.is_dir()) {
+            let cwd = cwd.display();
+            return format!("cannot start `{program}`: its cwd `{cwd}` is not a directory");
         }
         format!("cannot start `{program}`: {error}")
     }

@@ -22,8 +22,8 @@ const ORPHAN_PATIENCE: Duration = Duration::from_secs(1);
 /// by then; only a process that left the group can still hold it open.
 const DRAIN_IDLE: Duration = Duration::from_millis(250);
 
-/// More than a pipe holds at most (1 MiB without privileges), so all the program wrote.
-const DRAIN_BYTES: usize = 2 * 1024 * 1024;
+/// How long such a process may keep the reading going by writing on.
+const DRAIN_TIME: Duration = Duration::from_secs(2);
 
 /// The last bytes of a stream.
 pub(super) struct Tail {
@@ -69,10 +69,10 @@ impl Tail {
 
     /// Reads what is left of a stream whose writer is gone.
     async fn drain(&mut self, pipe: &mut (impl AsyncRead + Unpin)) {
-        let mut total = 0;
-        while total < DRAIN_BYTES {
+        let end = Instant::now() + DRAIN_TIME;
+        while Instant::now() < end {
             match tokio::time::timeout(DRAIN_IDLE, self.read_from(pipe)).await {
-                Ok(Ok(read)) if read > 0 => total += read,
+                Ok(Ok(read)) if read > 0 => {}
                 _ => return,
             }
         }
