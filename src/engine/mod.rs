@@ -1,1 +1,2 @@
 //! The engine.
+pub mod embedded;
