@@ -7,6 +7,7 @@ pub mod complete;
 pub mod connect;
 pub mod conninfo;
 pub mod duration;
+pub mod embedded;
 pub mod enqueue;
 pub mod error;
 pub mod maintenance;
