@@ -246,11 +246,10 @@ BEGIN
         END IF;
 
         IF p_probe THEN
-            FOR v_picked IN
-                SELECT r.batch
+            FOR v_batch IN
+                SELECT r.*
                 FROM {schema}.claim_late_rows(v_lane, v_left, v_claim_cursor, c_now, c_now + p_deadline, p_claimed_by) AS r
             LOOP
-                v_batch := v_picked.batch;
                 v_left := v_left - cardinality(v_batch.job_ids);
                 RETURN NEXT v_batch;
             END LOOP;

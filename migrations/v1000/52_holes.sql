@@ -119,9 +119,10 @@ $function$;
 CREATE FUNCTION {schema}.claim_late_rows(
     p_lane {schema}.queue_lanes, p_limit integer, p_claim_cursor bigint, p_now timestamptz, p_deadline_at timestamptz,
     p_claimed_by text
-) RETURNS TABLE (batch {schema}.claimed_batch)
+) RETURNS SETOF {schema}.claimed_batch
 LANGUAGE plpgsql AS $function$
 DECLARE
+    v_batch {schema}.claimed_batch;
     v_open int8multirange;
     v_emitted int8multirange;
     v_producers text[];
@@ -160,10 +161,10 @@ BEGIN
         FROM {schema}.claim_rows(p_lane, v_slot.slot, v_slot.generation, v_open - v_emitted, v_left, p_claim_cursor, p_now,
             p_deadline_at, p_claimed_by) AS r;
         CONTINUE WHEN v_picked.taken IS NULL;
-        batch := v_picked.batch;
-        v_left := v_left - cardinality(batch.job_ids);
+        v_batch := v_picked.batch;
+        v_left := v_left - cardinality(v_batch.job_ids);
         v_emitted := v_emitted + v_picked.taken;
-        RETURN NEXT;
+        RETURN NEXT v_batch;
     END LOOP;
 
     -- Over: filled to the last number, or nobody is left who could fill it and nothing was left behind for the limit.
