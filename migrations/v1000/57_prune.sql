@@ -265,12 +265,22 @@ $function$;
 CREATE FUNCTION {schema}.advance_idle_cursors() RETURNS integer
 LANGUAGE plpgsql AS $function$
 DECLARE
+    -- As in claim: what this transaction itself emitted may be rolled back.
+    c_may_advance constant boolean := pg_current_xact_id_if_assigned() IS NULL;
     v_lane {schema}.queue_lanes;
     v_allocated bigint;
     v_spent bigint;
     v_known record;
     v_moved integer := 0;
 BEGIN
+    -- An old snapshot would show live rows as dead numbers.
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'advance_idle_cursors needs READ COMMITTED, not %', upper(current_setting('transaction_isolation'))
+            USING ERRCODE = 'feature_not_supported';
+    END IF;
+    IF NOT c_may_advance THEN
+        RETURN 0;
+    END IF;
     FOR v_lane IN SELECT l.* FROM {schema}.queue_lanes AS l ORDER BY l.lane_id LOOP
         v_allocated := pg_sequence_last_value(v_lane.seq);
         CONTINUE WHEN pg_sequence_last_value(v_lane.spent) >= v_allocated;
