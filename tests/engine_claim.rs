@@ -212,10 +212,10 @@ async fn a_lost_cursor_advance_emits_nothing_twice() {
     let last: i64 = s.one("SELECT last_value FROM @lane_1_spent").await;
     assert!(last > 10);
     for back in 0..=last {
-        s.exec(&format!("SELECT setval('@lane_1_spent', {back})")).await;
+        s.exec(&format!("SELECT setval((SELECT spent FROM @queue_lanes), {back})")).await;
         claimed.extend(jobs(&s.claim("q", 1).await));
         assert_eq!(sorted(claimed.clone()).windows(2).find(|w| w[0] == w[1]), None, "cursor set back to {back}");
-        s.exec(&format!("SELECT setval('@lane_1_spent', {back})")).await;
+        s.exec(&format!("SELECT setval((SELECT spent FROM @queue_lanes), {back})")).await;
         s.exec("SELECT @advance_idle_cursors()").await;
         claimed.extend(jobs(&s.claim("q", 0).await));
     }
@@ -235,7 +235,7 @@ async fn a_cursor_set_back_over_pruned_slots_finds_its_way_forward() {
     }
     s.prune_all("claim").await;
     assert!(!s.prune_all("queue").await.0.is_empty());
-    s.exec("SELECT setval('@lane_1_spent', 0)").await;
+    s.exec("SELECT setval((SELECT spent FROM @queue_lanes), 0)").await;
     let ids = s.enqueue("q", 2).await;
     assert_eq!(jobs(&s.claim("q", 100).await), ids);
     assert!(s.claim("q", 100).await.is_empty());
@@ -252,7 +252,7 @@ async fn a_lane_hint_set_too_high_still_finds_everything() {
     ids.extend(s.enqueue("q", 3).await);
     let mut got = vec![];
     for _ in 0..12 {
-        s.exec("SELECT setval('@lane_1_generation', 1000)").await;
+        s.exec("SELECT setval((SELECT generation FROM @queue_lanes), 1000)").await;
         got.extend(jobs(&s.claim("q", 1).await));
     }
     for _ in 0..12 {
