@@ -258,7 +258,8 @@ BEGIN
 
         v_spent := pg_sequence_last_value(v_lane.spent);
         CONTINUE WHEN v_spent >= v_allocated;
-        v_hint := pg_sequence_last_value(v_lane.generation);
+        -- A probe takes no hint: rows committed late into an older slot are found while other producers are active.
+        v_hint := CASE WHEN p_probe THEN 0 ELSE pg_sequence_last_value(v_lane.generation) END;
         v_emitted := '{}';
         v_emitted_batches := 0;
         v_generations := '{}';
@@ -300,7 +301,7 @@ BEGIN
         -- The hint: the oldest slot that still says something above the cursor. A slow producer may yet commit into an
         -- older one; then there is a hole, and settle_holes takes the hint back.
         SELECT min(g.generation) INTO v_oldest FROM unnest(v_generations, v_highs) AS g (generation, high) WHERE g.high > v_spent + 1;
-        IF v_oldest > v_hint THEN
+        IF v_oldest <> pg_sequence_last_value(v_lane.generation) THEN
             PERFORM setval(v_lane.generation, v_oldest);
         END IF;
 
