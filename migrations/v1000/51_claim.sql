@@ -50,12 +50,17 @@ BEGIN
         RETURN NEXT;
         RETURN;
     END IF;
+    -- The last row: a slot that a rotator promised and has not committed, or never will. Producers write there already.
+    -- One statement, so that a slot that an earlier claim saw so is not missed while the rotator commits.
     RETURN QUERY
         SELECT s.generation, s.slot
         FROM {schema}.queue_ring_state AS s
         WHERE s.generation >= p_from
           AND NOT EXISTS (SELECT FROM {schema}.queue_ring_prunes AS p WHERE p.generation = s.generation)
-        ORDER BY s.generation;
+        UNION ALL
+        SELECT v_cursor >> 8, (v_cursor & 255)::smallint
+        WHERE NOT EXISTS (SELECT FROM {schema}.queue_ring_state AS s WHERE s.generation = v_cursor >> 8)
+        ORDER BY 1;
 END
 $function$;
 

@@ -145,16 +145,15 @@ BEGIN
     WHERE b.lane_id = p_lane.lane_id AND b.lane_hi >= lower(v_open) AND b.lane_ranges && v_open;
 
     FOR v_slot IN
-        SELECT r.ready_slot AS slot, max(s.generation) AS generation
+        SELECT s.slot, s.generation
         FROM (
             SELECT DISTINCT e.ready_slot
             FROM unnest(v_open - v_emitted) AS g (gap)
             JOIN {schema}.ready_entries AS e
               ON e.lane_id = p_lane.lane_id AND e.lane_seq >= lower(g.gap) AND e.lane_seq < upper(g.gap)
         ) AS r
-        JOIN {schema}.queue_ring_state AS s ON s.slot = r.ready_slot
-        GROUP BY r.ready_slot
-        ORDER BY 2
+        JOIN {schema}.ready_slots_from(0) AS s ON s.slot = r.ready_slot
+        ORDER BY s.generation
     LOOP
         EXIT WHEN v_left <= 0;
         SELECT r.batch, r.taken INTO v_picked
