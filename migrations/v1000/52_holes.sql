@@ -93,10 +93,12 @@ BEGIN
         RETURN;
     END IF;
 
-    IF p_emitted_batches < c_patience OR p_seen = '{}' THEN
+    -- Only what lies below emitted rows is set aside.
+    v_holes := v_holes * int8multirange(int8range(NULL, greatest(upper(p_emitted), upper(p_seen))));
+    IF p_emitted_batches < c_patience OR isempty(v_holes) THEN
         RETURN;
     END IF;
-    -- Only what lies below emitted rows is set aside. The holders are read before the rows: whoever may still fill the
+    -- The holders are read before the rows: whoever may still fill the
     -- hole held the lock when its number was handed out, so is among them.
     v_producers := {schema}.lane_producers(p_lane.lane_id);
     SELECT k.* INTO v_known FROM {schema}.known_ranges(p_lane.lane_id, v_holes) AS k;

@@ -286,11 +286,12 @@ BEGIN
         CONTINUE WHEN pg_sequence_last_value(v_lane.spent) >= v_allocated;
         CONTINUE WHEN NOT pg_try_advisory_xact_lock('{schema}.queue_lanes'::regclass::oid::integer, v_lane.lane_id);
         v_spent := pg_sequence_last_value(v_lane.spent);
-        SELECT coalesce(range_agg(t.lane_ranges), '{}') AS emitted INTO v_known
+        SELECT coalesce(range_agg(t.lane_ranges), '{}') AS emitted, min(t.at) AS oldest INTO v_known
         FROM (
-            SELECT b.lane_ranges FROM {schema}.ready_claim_attempt_batches AS b WHERE b.lane_id = v_lane.lane_id AND b.lane_hi > v_spent
+            SELECT b.lane_ranges, b.claimed_at AS at
+            FROM {schema}.ready_claim_attempt_batches AS b WHERE b.lane_id = v_lane.lane_id AND b.lane_hi > v_spent
             UNION ALL
-            SELECT h.lane_ranges FROM {schema}.ready_lane_holes AS h WHERE h.lane_id = v_lane.lane_id AND h.lane_hi > v_spent
+            SELECT h.lane_ranges, NULL FROM {schema}.ready_lane_holes AS h WHERE h.lane_id = v_lane.lane_id AND h.lane_hi > v_spent
         ) AS t;
         IF NOT isempty(v_known.emitted) THEN
             v_spent := lower(int8multirange(int8range(v_spent + 1, NULL)) - v_known.emitted) - 1;
@@ -300,7 +301,10 @@ BEGIN
             END IF;
         END IF;
         IF v_spent < v_allocated THEN
-            PERFORM {schema}.settle_holes(v_lane, v_spent, v_allocated, v_known.emitted, 0, '{}', true);
+            -- A hole that has held the cursor below claimed rows for a second holds their slots: set it aside, whatever
+            -- the number of claims above it.
+            PERFORM {schema}.settle_holes(v_lane, v_spent, v_allocated, v_known.emitted,
+                CASE WHEN v_known.oldest < clock_timestamp() - interval '1 second' THEN 9999 ELSE 0 END, '{}', true);
         END IF;
     END LOOP;
     RETURN v_moved;
