@@ -173,7 +173,9 @@ BEGIN
     SELECT h.hole_id, h.lane_hi, h.lane_id, h.ready_slot, NULL, h.lane_ranges
     FROM {schema}.ready_lane_holes AS h
     WHERE h.lane_id = p_lane.lane_id AND h.holders IS NOT NULL
-      AND (h.lane_ranges <@ v_emitted OR (v_left > 0 AND NOT h.holders && v_producers))
+      -- A prepared transaction shows as -1/xid after a restart, under another name than it was recorded with.
+      AND (h.lane_ranges <@ v_emitted
+           OR (v_left > 0 AND NOT h.holders && v_producers AND NOT EXISTS (SELECT FROM unnest(v_producers) AS p WHERE p LIKE '-1/%')))
       AND NOT EXISTS (SELECT FROM {schema}.ready_lane_holes AS o WHERE o.ready_slot = h.ready_slot AND o.hole_id = h.hole_id AND o.holders IS NULL);
 END
 $function$;
