@@ -202,7 +202,7 @@ BEGIN
         PERFORM set_config('lock_timeout', (extract(epoch FROM p_lock_timeout) * 1000)::integer::text, true);
         EXECUTE 'LOCK TABLE ' || v_children || ' IN ACCESS EXCLUSIVE MODE';
         PERFORM set_config('lock_timeout', '0', true);
-    EXCEPTION WHEN lock_not_available THEN
+    EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
         reason := 'reader';
         detail := {schema}.lock_holders(NULL, NULL, v_relations);
         RETURN;
@@ -213,7 +213,7 @@ BEGIN
     EXECUTE format('SELECT b.reason, b.detail FROM %I.%I($1) AS b', {schema_literal}, p_ring || '_slot_blocker')
     INTO v_blocker USING p_slot;
     IF v_state IS DISTINCT FROM 'sealed' OR v_blocker.reason IS NOT NULL THEN
-        reason := coalesce(v_blocker.reason, v_state);
+        reason := coalesce(v_blocker.reason, v_state, 'moved_on');
         detail := v_blocker.detail;
         RETURN;
     END IF;
