@@ -170,9 +170,17 @@ BEGIN
         RETURN;
     END IF;
 
-    -- First proof, without any lock.
-    EXECUTE format('SELECT b.reason, b.detail FROM %I.%I($1) AS b', {schema_literal}, p_ring || '_slot_blocker')
-    INTO v_blocker USING p_slot;
+    -- First proof, without any lock of ours; another pruner may hold the partitions.
+    BEGIN
+        PERFORM set_config('lock_timeout', greatest(extract(epoch FROM p_lock_timeout) * 1000, 1)::integer::text, true);
+        EXECUTE format('SELECT b.reason, b.detail FROM %I.%I($1) AS b', {schema_literal}, p_ring || '_slot_blocker')
+        INTO v_blocker USING p_slot;
+        PERFORM set_config('lock_timeout', '0', true);
+    EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
+        reason := 'locked';
+        detail := 'another session holds the partitions exclusively';
+        RETURN;
+    END;
     IF v_blocker.reason IS NOT NULL THEN
         reason := v_blocker.reason;
         detail := v_blocker.detail;
@@ -199,7 +207,7 @@ BEGIN
     FROM unnest(c_parents) AS p;
     BEGIN
         -- Lock: the partitions, exclusively and briefly. A reader that does not let go costs a skip.
-        PERFORM set_config('lock_timeout', (extract(epoch FROM p_lock_timeout) * 1000)::integer::text, true);
+        PERFORM set_config('lock_timeout', greatest(extract(epoch FROM p_lock_timeout) * 1000, 1)::integer::text, true);
         EXECUTE 'LOCK TABLE ' || v_children || ' IN ACCESS EXCLUSIVE MODE';
         PERFORM set_config('lock_timeout', '0', true);
     EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
