@@ -356,8 +356,9 @@ LANGUAGE sql VOLATILE AS $function$
         SELECT clock_timestamp() - a.xact_start AS age
         FROM pg_stat_activity AS a
         WHERE (a.backend_xmin IS NOT NULL OR a.backend_xid IS NOT NULL) AND a.pid <> pg_backend_pid()
+          AND (a.datname IS NULL OR a.datname = current_database())  -- other databases keep nothing of ours
         UNION ALL
-        SELECT clock_timestamp() - x.prepared FROM pg_prepared_xacts AS x
+        SELECT clock_timestamp() - x.prepared FROM pg_prepared_xacts AS x WHERE x.database = current_database()
         UNION ALL
         SELECT interval '1 day' FROM pg_replication_slots AS s WHERE s.xmin IS NOT NULL
     ) AS p
