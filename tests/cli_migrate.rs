@@ -1,6 +1,7 @@
 //! Installing and updating the schema: through the real binary, and through the engine where a
 //! toy migration is needed.
 
+#[path = "cli_common/mod.rs"]
 mod common;
 
 use std::sync::Arc;

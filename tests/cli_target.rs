@@ -1,5 +1,6 @@
 //! Which database a command works on, how it gets there, and what it says about it.
 
+#[path = "cli_common/mod.rs"]
 mod common;
 
 use common::{awactl, server};

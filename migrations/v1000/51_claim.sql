@@ -50,12 +50,17 @@ BEGIN
         RETURN NEXT;
         RETURN;
     END IF;
+    -- The last row: a slot that a rotator promised and has not committed, or never will. Producers write there already.
+    -- One statement, so that a slot that an earlier claim saw so is not missed while the rotator commits.
     RETURN QUERY
         SELECT s.generation, s.slot
         FROM {schema}.queue_ring_state AS s
         WHERE s.generation >= p_from
           AND NOT EXISTS (SELECT FROM {schema}.queue_ring_prunes AS p WHERE p.generation = s.generation)
-        ORDER BY s.generation;
+        UNION ALL
+        SELECT v_cursor >> 8, (v_cursor & 255)::smallint
+        WHERE NOT EXISTS (SELECT FROM {schema}.queue_ring_state AS s WHERE s.generation = v_cursor >> 8)
+        ORDER BY 1;
 END
 $function$;
 
@@ -246,11 +251,10 @@ BEGIN
         END IF;
 
         IF p_probe THEN
-            FOR v_picked IN
-                SELECT r.batch
+            FOR v_batch IN
+                SELECT r.*
                 FROM {schema}.claim_late_rows(v_lane, v_left, v_claim_cursor, c_now, c_now + p_deadline, p_claimed_by) AS r
             LOOP
-                v_batch := v_picked.batch;
                 v_left := v_left - cardinality(v_batch.job_ids);
                 RETURN NEXT v_batch;
             END LOOP;
@@ -259,7 +263,8 @@ BEGIN
 
         v_spent := pg_sequence_last_value(v_lane.spent);
         CONTINUE WHEN v_spent >= v_allocated;
-        v_hint := pg_sequence_last_value(v_lane.generation);
+        -- A probe takes no hint: rows committed late into an older slot are found while other producers are active.
+        v_hint := CASE WHEN p_probe THEN 0 ELSE pg_sequence_last_value(v_lane.generation) END;
         v_emitted := '{}';
         v_emitted_batches := 0;
         v_generations := '{}';
@@ -301,7 +306,7 @@ BEGIN
         -- The hint: the oldest slot that still says something above the cursor. A slow producer may yet commit into an
         -- older one; then there is a hole, and settle_holes takes the hint back.
         SELECT min(g.generation) INTO v_oldest FROM unnest(v_generations, v_highs) AS g (generation, high) WHERE g.high > v_spent + 1;
-        IF v_oldest > v_hint THEN
+        IF v_oldest <> pg_sequence_last_value(v_lane.generation) THEN
             PERFORM setval(v_lane.generation, v_oldest);
         END IF;
 

@@ -93,10 +93,12 @@ BEGIN
         RETURN;
     END IF;
 
-    IF p_emitted_batches < c_patience OR p_seen = '{}' THEN
+    -- Only what lies below emitted rows is set aside.
+    v_holes := v_holes * int8multirange(int8range(NULL, greatest(upper(p_emitted), upper(p_seen))));
+    IF p_emitted_batches < c_patience OR isempty(v_holes) THEN
         RETURN;
     END IF;
-    -- Only what lies below emitted rows is set aside. The holders are read before the rows: whoever may still fill the
+    -- The holders are read before the rows: whoever may still fill the
     -- hole held the lock when its number was handed out, so is among them.
     v_producers := {schema}.lane_producers(p_lane.lane_id);
     SELECT k.* INTO v_known FROM {schema}.known_ranges(p_lane.lane_id, v_holes) AS k;
@@ -119,9 +121,10 @@ $function$;
 CREATE FUNCTION {schema}.claim_late_rows(
     p_lane {schema}.queue_lanes, p_limit integer, p_claim_cursor bigint, p_now timestamptz, p_deadline_at timestamptz,
     p_claimed_by text
-) RETURNS TABLE (batch {schema}.claimed_batch)
+) RETURNS SETOF {schema}.claimed_batch
 LANGUAGE plpgsql AS $function$
 DECLARE
+    v_batch {schema}.claimed_batch;
     v_open int8multirange;
     v_emitted int8multirange;
     v_producers text[];
@@ -144,26 +147,25 @@ BEGIN
     WHERE b.lane_id = p_lane.lane_id AND b.lane_hi >= lower(v_open) AND b.lane_ranges && v_open;
 
     FOR v_slot IN
-        SELECT r.ready_slot AS slot, max(s.generation) AS generation
+        SELECT s.slot, s.generation
         FROM (
             SELECT DISTINCT e.ready_slot
             FROM unnest(v_open - v_emitted) AS g (gap)
             JOIN {schema}.ready_entries AS e
               ON e.lane_id = p_lane.lane_id AND e.lane_seq >= lower(g.gap) AND e.lane_seq < upper(g.gap)
         ) AS r
-        JOIN {schema}.queue_ring_state AS s ON s.slot = r.ready_slot
-        GROUP BY r.ready_slot
-        ORDER BY 2
+        JOIN {schema}.ready_slots_from(0) AS s ON s.slot = r.ready_slot
+        ORDER BY s.generation
     LOOP
         EXIT WHEN v_left <= 0;
         SELECT r.batch, r.taken INTO v_picked
         FROM {schema}.claim_rows(p_lane, v_slot.slot, v_slot.generation, v_open - v_emitted, v_left, p_claim_cursor, p_now,
             p_deadline_at, p_claimed_by) AS r;
         CONTINUE WHEN v_picked.taken IS NULL;
-        batch := v_picked.batch;
-        v_left := v_left - cardinality(batch.job_ids);
+        v_batch := v_picked.batch;
+        v_left := v_left - cardinality(v_batch.job_ids);
         v_emitted := v_emitted + v_picked.taken;
-        RETURN NEXT;
+        RETURN NEXT v_batch;
     END LOOP;
 
     -- Over: filled to the last number, or nobody is left who could fill it and nothing was left behind for the limit.
@@ -171,7 +173,9 @@ BEGIN
     SELECT h.hole_id, h.lane_hi, h.lane_id, h.ready_slot, NULL, h.lane_ranges
     FROM {schema}.ready_lane_holes AS h
     WHERE h.lane_id = p_lane.lane_id AND h.holders IS NOT NULL
-      AND (h.lane_ranges <@ v_emitted OR (v_left > 0 AND NOT h.holders && v_producers))
+      -- A prepared transaction shows as -1/xid after a restart, under another name than it was recorded with.
+      AND (h.lane_ranges <@ v_emitted
+           OR (v_left > 0 AND NOT h.holders && v_producers AND NOT EXISTS (SELECT FROM unnest(v_producers) AS p WHERE p LIKE '-1/%')))
       AND NOT EXISTS (SELECT FROM {schema}.ready_lane_holes AS o WHERE o.ready_slot = h.ready_slot AND o.hole_id = h.hole_id AND o.holders IS NULL);
 END
 $function$;

@@ -6,6 +6,11 @@
 CREATE FUNCTION {schema}.lock_claim_batches(p_receipt_ids bigint[]) RETURNS void
 LANGUAGE plpgsql AS $function$
 BEGIN
+    -- Whoever waited here must see what the last holder committed.
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'closing an attempt needs READ COMMITTED, not %', upper(current_setting('transaction_isolation'))
+            USING ERRCODE = 'feature_not_supported';
+    END IF;
     PERFORM pg_advisory_xact_lock('{schema}.lease_claim_batches'::regclass::oid::integer, k.key)
     FROM (SELECT DISTINCT ((r >> 10) & 2147483647)::integer AS key FROM unnest(p_receipt_ids) AS r ORDER BY 1) AS k;
 END

@@ -20,7 +20,7 @@ BEGIN
     gone AS (
         DELETE FROM {schema}.deferred_jobs AS d USING due WHERE d.job_id = due.job_id RETURNING d.*
     )
-    SELECT array_agg(g ORDER BY g.run_at, g.job_id) INTO v_due FROM (SELECT gone::{schema}.deferred_jobs AS g FROM gone) AS t (g);
+    SELECT array_agg(ROW(g.*)::{schema}.deferred_jobs ORDER BY g.run_at, g.job_id) INTO v_due FROM gone AS g;
     IF v_due IS NULL THEN
         RETURN 0;
     END IF;

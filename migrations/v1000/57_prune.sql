@@ -170,9 +170,17 @@ BEGIN
         RETURN;
     END IF;
 
-    -- First proof, without any lock.
-    EXECUTE format('SELECT b.reason, b.detail FROM %I.%I($1) AS b', {schema_literal}, p_ring || '_slot_blocker')
-    INTO v_blocker USING p_slot;
+    -- First proof, without any lock of ours; another pruner may hold the partitions.
+    BEGIN
+        PERFORM set_config('lock_timeout', greatest(extract(epoch FROM p_lock_timeout) * 1000, 1)::integer::text, true);
+        EXECUTE format('SELECT b.reason, b.detail FROM %I.%I($1) AS b', {schema_literal}, p_ring || '_slot_blocker')
+        INTO v_blocker USING p_slot;
+        PERFORM set_config('lock_timeout', '0', true);
+    EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
+        reason := 'locked';
+        detail := 'another session holds the partitions exclusively';
+        RETURN;
+    END;
     IF v_blocker.reason IS NOT NULL THEN
         reason := v_blocker.reason;
         detail := v_blocker.detail;
@@ -199,10 +207,10 @@ BEGIN
     FROM unnest(c_parents) AS p;
     BEGIN
         -- Lock: the partitions, exclusively and briefly. A reader that does not let go costs a skip.
-        PERFORM set_config('lock_timeout', (extract(epoch FROM p_lock_timeout) * 1000)::integer::text, true);
+        PERFORM set_config('lock_timeout', greatest(extract(epoch FROM p_lock_timeout) * 1000, 1)::integer::text, true);
         EXECUTE 'LOCK TABLE ' || v_children || ' IN ACCESS EXCLUSIVE MODE';
         PERFORM set_config('lock_timeout', '0', true);
-    EXCEPTION WHEN lock_not_available THEN
+    EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
         reason := 'reader';
         detail := {schema}.lock_holders(NULL, NULL, v_relations);
         RETURN;
@@ -213,7 +221,7 @@ BEGIN
     EXECUTE format('SELECT b.reason, b.detail FROM %I.%I($1) AS b', {schema_literal}, p_ring || '_slot_blocker')
     INTO v_blocker USING p_slot;
     IF v_state IS DISTINCT FROM 'sealed' OR v_blocker.reason IS NOT NULL THEN
-        reason := coalesce(v_blocker.reason, v_state);
+        reason := coalesce(v_blocker.reason, v_state, 'moved_on');
         detail := v_blocker.detail;
         RETURN;
     END IF;
@@ -265,22 +273,33 @@ $function$;
 CREATE FUNCTION {schema}.advance_idle_cursors() RETURNS integer
 LANGUAGE plpgsql AS $function$
 DECLARE
+    -- As in claim: what this transaction itself emitted may be rolled back.
+    c_may_advance constant boolean := pg_current_xact_id_if_assigned() IS NULL;
     v_lane {schema}.queue_lanes;
     v_allocated bigint;
     v_spent bigint;
     v_known record;
     v_moved integer := 0;
 BEGIN
+    -- An old snapshot would show live rows as dead numbers.
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'advance_idle_cursors needs READ COMMITTED, not %', upper(current_setting('transaction_isolation'))
+            USING ERRCODE = 'feature_not_supported';
+    END IF;
+    IF NOT c_may_advance THEN
+        RETURN 0;
+    END IF;
     FOR v_lane IN SELECT l.* FROM {schema}.queue_lanes AS l ORDER BY l.lane_id LOOP
         v_allocated := pg_sequence_last_value(v_lane.seq);
         CONTINUE WHEN pg_sequence_last_value(v_lane.spent) >= v_allocated;
         CONTINUE WHEN NOT pg_try_advisory_xact_lock('{schema}.queue_lanes'::regclass::oid::integer, v_lane.lane_id);
         v_spent := pg_sequence_last_value(v_lane.spent);
-        SELECT coalesce(range_agg(t.lane_ranges), '{}') AS emitted INTO v_known
+        SELECT coalesce(range_agg(t.lane_ranges), '{}') AS emitted, min(t.at) AS oldest INTO v_known
         FROM (
-            SELECT b.lane_ranges FROM {schema}.ready_claim_attempt_batches AS b WHERE b.lane_id = v_lane.lane_id AND b.lane_hi > v_spent
+            SELECT b.lane_ranges, b.claimed_at AS at
+            FROM {schema}.ready_claim_attempt_batches AS b WHERE b.lane_id = v_lane.lane_id AND b.lane_hi > v_spent
             UNION ALL
-            SELECT h.lane_ranges FROM {schema}.ready_lane_holes AS h WHERE h.lane_id = v_lane.lane_id AND h.lane_hi > v_spent
+            SELECT h.lane_ranges, NULL FROM {schema}.ready_lane_holes AS h WHERE h.lane_id = v_lane.lane_id AND h.lane_hi > v_spent
         ) AS t;
         IF NOT isempty(v_known.emitted) THEN
             v_spent := lower(int8multirange(int8range(v_spent + 1, NULL)) - v_known.emitted) - 1;
@@ -290,7 +309,10 @@ BEGIN
             END IF;
         END IF;
         IF v_spent < v_allocated THEN
-            PERFORM {schema}.settle_holes(v_lane, v_spent, v_allocated, v_known.emitted, 0, '{}', true);
+            -- A hole that has held the cursor below claimed rows for a second holds their slots: set it aside, whatever
+            -- the number of claims above it.
+            PERFORM {schema}.settle_holes(v_lane, v_spent, v_allocated, v_known.emitted,
+                CASE WHEN v_known.oldest < clock_timestamp() - interval '1 second' THEN 9999 ELSE 0 END, '{}', true);
         END IF;
     END LOOP;
     RETURN v_moved;
@@ -334,8 +356,9 @@ LANGUAGE sql VOLATILE AS $function$
         SELECT clock_timestamp() - a.xact_start AS age
         FROM pg_stat_activity AS a
         WHERE (a.backend_xmin IS NOT NULL OR a.backend_xid IS NOT NULL) AND a.pid <> pg_backend_pid()
+          AND (a.datname IS NULL OR a.datname = current_database())  -- other databases keep nothing of ours
         UNION ALL
-        SELECT clock_timestamp() - x.prepared FROM pg_prepared_xacts AS x
+        SELECT clock_timestamp() - x.prepared FROM pg_prepared_xacts AS x WHERE x.database = current_database()
         UNION ALL
         SELECT interval '1 day' FROM pg_replication_slots AS s WHERE s.xmin IS NOT NULL
     ) AS p

@@ -1,241 +1,291 @@
-//! A private PostgreSQL for one test binary, and a database of its own for each test.
-#![allow(dead_code, reason = "each test binary uses its own part of this")]
+//! Shared by the engine's tests: a database of its own for each test, and sessions on it.
+#![allow(dead_code)]
 
-use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
-use std::os::unix::process::CommandExt as _;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, Ordering};
+pub mod guards;
+pub mod schema;
+pub mod server;
 
-use nix::unistd::{Uid, User, chown};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+use tokio::sync::OnceCell;
+use tokio::task::JoinHandle;
+use tokio_postgres::types::{FromSql, ToSql};
+use tokio_postgres::{Client, Error, NoTls, Row};
 
-pub struct Server {
-    pub dir: PathBuf,
-    pub port: u16,
+pub const ODD: &str = "My \"odd' %s schema";
+type Params<'a> = &'a [&'a (dyn ToSql + Sync)];
+
+async fn connect(database: &str) -> Client {
+    let mut config = tokio_postgres::Config::new();
+    config.host_path(&server::server().socket_dir).user("postgres").dbname(database).application_name("awa-test");
+    let (client, connection) = config.connect(NoTls).await.unwrap_or_else(|e| panic!("connect to {database}: {e}"));
+    tokio::spawn(connection);
+    client
 }
 
-/// What a run of awactl did.
-#[derive(Debug)]
-pub struct Ran {
-    pub code: i32,
-    pub stdout: String,
-    pub stderr: String,
+/// Made once in this binary, by whichever test comes first. (Each test has its own runtime: no client may be kept.)
+async fn template(schema: &str) -> &'static str {
+    static PLAIN: OnceCell<()> = OnceCell::const_new();
+    static STRANGE: OnceCell<()> = OnceCell::const_new();
+    let (cell, name) = if schema == ODD { (&STRANGE, "template_odd") } else { (&PLAIN, "template_awa") };
+    cell.get_or_init(|| async {
+        connect("postgres").await.batch_execute(&format!("CREATE DATABASE {name}")).await.unwrap();
+        let client = connect(name).await;
+        client.batch_execute(&schema::script(schema)).await.unwrap_or_else(|e| panic!("migrations: {e:?}"));
+        drop(client);
+        let admin = connect("postgres").await;
+        let gone = format!("SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE datname = '{name}')");
+        while !admin.query_one(&gone, &[]).await.unwrap().get::<_, bool>(0) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+    name
 }
 
-impl Ran {
-    pub fn json(&self) -> serde_json::Value {
-        serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+/// A database with the schema loaded, for one test.
+pub struct Db {
+    name: String,
+    schema: String,
+    admin: Session,
+}
+
+impl Db {
+    pub async fn new() -> Db {
+        Db::with_schema("awa").await
     }
-}
 
-/// awactl with nothing of this environment but PATH.
-pub fn awactl(env: &[(&str, &str)], args: &[&str]) -> Ran {
-    let home = tempfile::tempdir().unwrap();
-    let output = assert_cmd::Command::new(env!("CARGO_BIN_EXE_awactl"))
-        .env_clear()
-        .env("PATH", std::env::var_os("PATH").unwrap())
-        .env("HOME", home.path())
-        .envs(env.iter().copied())
-        .args(args)
-        .output()
-        .unwrap();
-    Ran {
-        code: output.status.code().unwrap_or(-1),
-        stdout: String::from_utf8(output.stdout).unwrap(),
-        stderr: String::from_utf8(output.stderr).unwrap(),
+    pub async fn odd() -> Db {
+        Db::with_schema(ODD).await
     }
-}
 
-/// The server this test binary shares.
-pub fn server() -> &'static Server {
-    static SERVER: OnceLock<Server> = OnceLock::new();
-    SERVER.get_or_init(|| Server::start(false))
-}
+    async fn with_schema(schema: &str) -> Db {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let template = template(schema).await;
+        let name = format!("test_{}", COUNT.fetch_add(1, Ordering::Relaxed));
+        connect("postgres").await.batch_execute(&format!("CREATE DATABASE {name} TEMPLATE {template}")).await.unwrap();
+        let schema = schema::quote_ident(schema);
+        let admin = Session { client: Arc::new(connect(&name).await), schema: schema.clone() };
+        Db { name, schema, admin }
+    }
 
-impl Server {
-    /// Trusts its unix socket; over TCP, users `tlsonly` and `plainonly` get in one way each
-    /// and everybody else needs a password.
-    pub fn start(standby: bool) -> Self {
-        let dir = tempfile::Builder::new()
-            .prefix("awactl-pg-")
-            .tempdir_in("/tmp")
-            .unwrap()
-            .keep();
-        let owner = User::from_name("postgres").ok().flatten();
-        let drop_to = owner.filter(|_| Uid::effective().is_root());
-        let give = |path: &Path| {
-            if let Some(user) = &drop_to {
-                chown(path, Some(user.uid), Some(user.gid)).unwrap();
+    pub async fn session(&self) -> Session {
+        Session { client: Arc::new(connect(&self.name).await), schema: self.schema.clone() }
+    }
+
+    /// Polls until the query says true.
+    pub async fn until(&self, condition: &str) {
+        for _ in 0..24_000 {
+            if self.admin.one::<bool>(condition).await {
+                return;
             }
-        };
-        let run = |program: PathBuf, args: &[&str]| {
-            let mut command = Command::new(program);
-            command.args(args).current_dir(&dir).stdout(Stdio::null());
-            if let Some(user) = &drop_to {
-                command.uid(user.uid.as_raw()).gid(user.gid.as_raw());
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        panic!("never became true: {condition}");
+    }
+
+    /// Until that backend really waits for a lock.
+    pub async fn until_waiting(&self, pid: i32) {
+        self.until(&format!("SELECT EXISTS (SELECT FROM pg_locks WHERE pid = {pid} AND NOT granted)")).await
+    }
+
+    pub async fn until_gone(&self, pid: i32) {
+        self.until(&format!("SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE pid = {pid})")).await
+    }
+
+    pub async fn one<T: for<'a> FromSql<'a>>(&self, sql: &str) -> T {
+        self.admin.one(sql).await
+    }
+
+    pub async fn exec(&self, sql: &str) {
+        self.admin.exec(sql).await
+    }
+}
+
+/// One connection; clones share it. In SQL, `@` before a name stands for the schema and a dot.
+#[derive(Clone)]
+pub struct Session {
+    pub client: Arc<Client>,
+    schema: String,
+}
+
+/// What a claim gave for one lane and slot.
+#[derive(Clone, Debug)]
+pub struct Batch {
+    pub id: i64,
+    pub claim_slot: i16,
+    pub priority: i16,
+    pub jobs: Vec<i64>,
+    pub leases: Vec<i64>,
+    pub attempts: Vec<i16>,
+}
+
+/// One attempt, as complete and close_attempts want it named.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Attempt {
+    pub slot: i16,
+    pub receipt: i64,
+    pub job: i64,
+    pub lease: i64,
+}
+
+impl Batch {
+    pub fn attempts(&self) -> Vec<Attempt> {
+        (0..self.jobs.len())
+            .map(|n| Attempt { slot: self.claim_slot, receipt: self.id * 1024 + n as i64, job: self.jobs[n], lease: self.leases[n] })
+            .collect()
+    }
+}
+
+pub fn jobs(batches: &[Batch]) -> Vec<i64> {
+    batches.iter().flat_map(|b| b.jobs.clone()).collect()
+}
+
+pub fn attempts(batches: &[Batch]) -> Vec<Attempt> {
+    batches.iter().flat_map(Batch::attempts).collect()
+}
+
+impl Session {
+    pub fn sql(&self, sql: &str) -> String {
+        let mut parts = sql.split('@');
+        let mut out = parts.next().unwrap().to_owned();
+        for part in parts {
+            match part.starts_with(|c: char| c.is_ascii_lowercase()) {
+                true => out.push_str(&format!("{}.", self.schema)),
+                false => out.push('@'),
             }
-            assert!(command.status().unwrap().success(), "{args:?}");
-        };
-        give(&dir);
-        let bin = bin_dir();
-        run(
-            bin.join("initdb"),
-            &[
-                "-D",
-                "data",
-                "-U",
-                "postgres",
-                "-A",
-                "trust",
-                "-E",
-                "UTF8",
-                "--locale=C",
-                "--no-sync",
-            ],
-        );
-        let data = dir.join("data");
-        certificates(&data);
-        for name in ["server.key", "server.crt"] {
-            give(&data.join(name));
+            out.push_str(part);
         }
-        fs::write(
-            data.join("pg_hba.conf"),
-            "local all all trust\n\
-             hostssl all tlsonly 127.0.0.1/32 trust\n\
-             hostnossl all plainonly 127.0.0.1/32 trust\n\
-             hostssl all plainonly 127.0.0.1/32 reject\n\
-             hostnossl all tlsonly 127.0.0.1/32 reject\n\
-             host all all 127.0.0.1/32 scram-sha-256\n",
-        )
-        .unwrap();
-        if standby {
-            fs::write(data.join("standby.signal"), "").unwrap();
-            give(&data.join("standby.signal"));
+        out
+    }
+
+    pub async fn exec(&self, sql: &str) {
+        self.try_exec(sql).await.unwrap_or_else(|e| panic!("{sql}: {e:?}"))
+    }
+
+    pub async fn try_exec(&self, sql: &str) -> Result<(), Error> {
+        self.client.batch_execute(&self.sql(sql)).await
+    }
+
+    pub async fn rows(&self, sql: &str, params: Params<'_>) -> Result<Vec<Row>, Error> {
+        self.client.query(&self.sql(sql), params).await
+    }
+
+    pub async fn one<T: for<'a> FromSql<'a>>(&self, sql: &str) -> T {
+        self.rows(sql, &[]).await.unwrap_or_else(|e| panic!("{sql}: {e:?}"))[0].get(0)
+    }
+
+    pub async fn all<T: for<'a> FromSql<'a>>(&self, sql: &str) -> Vec<T> {
+        self.rows(sql, &[]).await.unwrap_or_else(|e| panic!("{sql}: {e:?}")).iter().map(|r| r.get(0)).collect()
+    }
+
+    /// Runs the statement on its own task, for one that will wait.
+    pub fn spawn(&self, sql: &str) -> JoinHandle<Result<Vec<Row>, Error>> {
+        let (this, sql) = (self.clone(), sql.to_owned());
+        tokio::spawn(async move { this.rows(&sql, &[]).await })
+    }
+
+    pub async fn pid(&self) -> i32 {
+        self.one("SELECT pg_backend_pid()").await
+    }
+
+    /// n jobs, one transaction (or the open one).
+    pub async fn enqueue(&self, queue: &str, n: i32) -> Vec<i64> {
+        self.all(&format!(
+            "SELECT r.job_id FROM @enqueue_many((SELECT array_agg(ROW('k', '{queue}', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL)::@new_job)
+             FROM generate_series(1, {n}))) AS r")).await
+    }
+
+    /// None: the lane was busy.
+    pub async fn try_claim(&self, queue: &str, limit: i32, probe: bool) -> Result<Option<Vec<Batch>>, Error> {
+        let sql = "SELECT batch_id, claim_slot, priority, job_ids, run_leases, attempts
+                   FROM @claim($1, $2, NULL, 'tester', $3)";
+        let rows = self.rows(sql, &[&queue, &limit, &probe]).await?;
+        if rows.len() == 1 && rows[0].get::<_, Option<i64>>(0).is_none() {
+            return Ok(None);
         }
-        let port = std::net::TcpListener::bind("127.0.0.1:0")
-            .unwrap()
-            .local_addr()
-            .unwrap()
-            .port();
-        let options = format!(
-            "-c port={port} -c unix_socket_directories={} -c ssl=on -c fsync=off \
-             -c listen_addresses=127.0.0.1",
-            dir.display()
-        );
-        let pg_ctl = bin.join("pg_ctl");
-        run(
-            pg_ctl.clone(),
-            &["start", "-w", "-D", "data", "-l", "log", "-o", &options],
-        );
-        // Statics are never dropped, but the end of this process closes the pipe, and that stops
-        // the server.
-        let mut watch = Command::new("sh");
-        watch.current_dir(&dir).process_group(0).args([
-            "-c",
-            "cat; \"$1\" stop -D data -m immediate; cd /; rm -rf \"$2\"",
-            "sh",
-            pg_ctl.to_str().unwrap(),
-            dir.to_str().unwrap(),
-        ]);
-        watch
-            .stdin(Stdio::piped())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null());
-        if let Some(user) = &drop_to {
-            watch.uid(user.uid.as_raw()).gid(user.gid.as_raw());
+        Ok(Some(rows.iter().map(|r| Batch {
+            id: r.get(0), claim_slot: r.get(1), priority: r.get(2), jobs: r.get(3), leases: r.get(4), attempts: r.get(5),
+        }).collect()))
+    }
+
+    pub async fn claim(&self, queue: &str, limit: i32) -> Vec<Batch> {
+        self.try_claim(queue, limit, false).await.unwrap().expect("the lane is not busy")
+    }
+
+    pub async fn probe(&self, queue: &str, limit: i32) -> Vec<Batch> {
+        self.try_claim(queue, limit, true).await.unwrap().expect("the lane is not busy")
+    }
+
+    /// The losers: (place, reason).
+    pub async fn complete(&self, attempts: &[Attempt]) -> Vec<(i32, String)> {
+        self.try_complete(attempts).await.unwrap()
+    }
+
+    pub async fn try_complete(&self, a: &[Attempt]) -> Result<Vec<(i32, String)>, Error> {
+        let (slots, receipts, jobs, leases) = columns(a);
+        let rows = self.rows("SELECT place, reason FROM @complete($1, $2, $3, $4)", &[&slots, &receipts, &jobs, &leases]).await?;
+        Ok(rows.iter().map(|r| (r.get(0), r.get(1))).collect())
+    }
+
+    /// Every attempt with the same outcome, error and delay.
+    pub async fn close(&self, a: &[Attempt], outcome: &str, error: Option<&str>, delay: &str) -> Vec<(i32, String)> {
+        self.try_close(a, outcome, error, delay).await.unwrap()
+    }
+
+    pub async fn try_close(&self, a: &[Attempt], outcome: &str, error: Option<&str>, delay: &str) -> Result<Vec<(i32, String)>, Error> {
+        let (slots, receipts, jobs, leases) = columns(a);
+        let n = a.len();
+        let sql = format!("SELECT place, reason FROM @close_attempts($1, $2, $3, $4, array_fill('{outcome}'::@job_state, ARRAY[{n}]),
+            $5, array_fill('{delay}'::interval, ARRAY[{n}]), array_fill(NULL::jsonb, ARRAY[{n}]))");
+        let rows = self.rows(&sql, &[&slots, &receipts, &jobs, &leases, &vec![error; n]]).await?;
+        Ok(rows.iter().map(|r| (r.get(0), r.get(1))).collect())
+    }
+
+    /// (pruned, reason, detail)
+    pub async fn prune(&self, ring: &str, slot: i32) -> (bool, String, String) {
+        let rows = self.rows(&format!("SELECT pruned, reason, detail FROM @prune('{ring}', {slot}::smallint)"), &[]).await.unwrap();
+        (rows[0].get(0), rows[0].get::<_, Option<String>>(1).unwrap_or_default(), rows[0].get::<_, Option<String>>(2).unwrap_or_default())
+    }
+
+    /// (rotated, slot, reason)
+    pub async fn rotate(&self, ring: &str) -> (bool, i16, String) {
+        let rows = self.rows(&format!("SELECT rotated, slot, reason FROM @rotate('{ring}', true)"), &[]).await.unwrap();
+        (rows[0].get(0), rows[0].get(1), rows[0].get::<_, Option<String>>(2).unwrap_or_default())
+    }
+
+    /// Prunes what can be; the slots that were, and the reasons of the others.
+    pub async fn prune_all(&self, ring: &str) -> (Vec<i16>, Vec<(i16, String)>) {
+        let (mut done, mut kept) = (vec![], vec![]);
+        for slot in self.all::<i16>(&format!("SELECT slot FROM @ring_slots('{ring}') WHERE state = 'sealed'")).await {
+            match self.prune(ring, slot.into()).await {
+                (true, ..) => done.push(slot),
+                (false, reason, _) => kept.push((slot, reason)),
+            }
         }
-        std::mem::forget(watch.spawn().unwrap());
-        Self { dir, port }
+        (done, kept)
     }
 
-    pub fn url(&self, user: &str, database: &str) -> String {
-        let dir = self.dir.to_str().unwrap();
-        format!(
-            "postgres://{user}@/{database}?host={dir}&port={}",
-            self.port
-        )
-    }
-
-    pub fn sql(&self, database: &str, sql: &str) -> String {
-        let output = Command::new(bin_dir().join("psql"))
-            .args([
-                "-XAtq",
-                "-v",
-                "ON_ERROR_STOP=1",
-                "-d",
-                &self.url("postgres", database),
-                "-c",
-                sql,
-            ])
-            .output()
-            .unwrap();
-        let text = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-        assert!(
-            output.status.success(),
-            "{sql}: {}",
-            String::from_utf8_lossy(&output.stderr)
-        );
-        text
-    }
-
-    /// Everything in the database as text, to see that nothing changed.
-    pub fn dump(&self, database: &str) -> String {
-        let output = Command::new(bin_dir().join("pg_dump"))
-            .args(["-d", &self.url("postgres", database)])
-            .output()
-            .unwrap();
-        assert!(
-            output.status.success(),
-            "{}",
-            String::from_utf8_lossy(&output.stderr)
-        );
-        let text = String::from_utf8(output.stdout).unwrap();
-        // Newer pg_dump writes a random key into these lines.
-        let lines = text.lines().filter(|line| !line.contains("restrict"));
-        lines.collect::<Vec<_>>().join("\n")
-    }
-
-    pub fn database(&self, options: &str) -> String {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let name = format!("t{}", NUMBER.fetch_add(1, Ordering::Relaxed));
-        self.sql("postgres", &format!("CREATE DATABASE {name} {options}"));
-        name
+    /// Claims and completes until the queue gives nothing more.
+    pub async fn drain(&self, queue: &str) -> Vec<i64> {
+        let mut all = vec![];
+        loop {
+            let batches = self.probe(queue, 1024).await;
+            if batches.is_empty() {
+                return all;
+            }
+            assert_eq!(self.complete(&attempts(&batches)).await, []);
+            all.extend(jobs(&batches));
+        }
     }
 }
 
-fn bin_dir() -> PathBuf {
-    let mut found: Vec<_> = fs::read_dir("/usr/lib/postgresql")
-        .expect("PostgreSQL 15 or newer must be installed in /usr/lib/postgresql")
-        .filter_map(|entry| Some(entry.ok()?.path().join("bin")))
-        .filter(|bin| bin.join("initdb").exists())
-        .collect();
-    found.sort();
-    found.pop().expect("no initdb below /usr/lib/postgresql")
+fn columns(a: &[Attempt]) -> (Vec<i16>, Vec<i64>, Vec<i64>, Vec<i64>) {
+    (a.iter().map(|x| x.slot).collect(), a.iter().map(|x| x.receipt).collect(), a.iter().map(|x| x.job).collect(), a.iter().map(|x| x.lease).collect())
 }
 
-/// A CA, and a server certificate of it for the name localhost only.
-fn certificates(dir: &Path) {
-    let script = "
-        openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=test-ca -keyout ca.key -out ca.crt
-        openssl req -newkey rsa:2048 -nodes -subj /CN=localhost -keyout server.key -out server.csr
-        printf 'subjectAltName=DNS:localhost\\nbasicConstraints=CA:FALSE\\n' > ext
-        openssl x509 -req -in server.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 2 -extfile ext -out server.crt
-        openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=other-ca -keyout other.key -out other.crt";
-    let status = Command::new("sh")
-        .args(["-e", "-c", script])
-        .current_dir(dir)
-        .stderr(Stdio::null())
-        .status()
-        .unwrap();
-    assert!(
-        status.success(),
-        "the openssl command line is needed for these tests"
-    );
-    fs::set_permissions(dir.join("server.key"), fs::Permissions::from_mode(0o600)).unwrap();
-    // The tests' client may run as another user than the server: keep what it reads outside.
-    for name in ["ca.crt", "other.crt", "server.crt"] {
-        fs::copy(dir.join(name), dir.join("..").join(name)).unwrap();
-    }
+pub fn sorted(mut ids: Vec<i64>) -> Vec<i64> {
+    ids.sort();
+    ids
 }
