@@ -11,24 +11,14 @@ use awactl::engine::migrations::{Migration, SqlFile};
 use awactl::engine::{EngineError, Schema, Target, connect};
 use common::{Ran, Server, awactl, server};
 
-const META: SqlFile = SqlFile {
-    path: "meta.sql",
-    sql: include_str!("../migrations/v012/00_meta.sql"),
-};
+const META: SqlFile = SqlFile { path: "meta.sql", sql: include_str!("../migrations/v012/00_meta.sql") };
 const fn file(path: &'static str, sql: &'static str) -> SqlFile {
     SqlFile { path, sql }
 }
 const fn migration(version: i32, files: &'static [SqlFile]) -> Migration {
-    Migration {
-        version,
-        name: "toy",
-        files,
-    }
+    Migration { version, name: "toy", files }
 }
-static SLOW: &[Migration] = &[migration(
-    1000,
-    &[META, file("slow.sql", "SELECT pg_sleep(1.5)")],
-)];
+static SLOW: &[Migration] = &[migration(1000, &[META, file("slow.sql", "SELECT pg_sleep(1.5)")])];
 
 fn target(database: &str) -> Target {
     let url = server().url("postgres", database);
@@ -74,21 +64,13 @@ async fn an_empty_database_is_installed_and_the_second_run_is_up_to_date() {
     assert!(!empty.contains("CREATE SCHEMA"), "a plan changes nothing");
 
     let first = migrate_cli(&db, &["-o", "json"]);
-    assert_eq!(
-        (first.code, &first.json()["action"]),
-        (0, &"installed".into())
-    );
+    assert_eq!((first.code, &first.json()["action"]), (0, &"installed".into()));
     let session = connect(&target(&db)).await.unwrap();
-    migrate::require_current(&session, &Schema::default())
-        .await
-        .unwrap();
+    migrate::require_current(&session, &Schema::default()).await.unwrap();
     session.close().await;
     let installed = server().dump(&db);
     let second = migrate_cli(&db, &["-o", "json"]);
-    assert_eq!(
-        (second.code, &second.json()["action"]),
-        (0, &"up_to_date".into())
-    );
+    assert_eq!((second.code, &second.json()["action"]), (0, &"up_to_date".into()));
     assert_eq!(server().dump(&db), installed);
 
     let status = migrate_cli(&db, &["status", "-o", "json"]).json();
@@ -112,15 +94,7 @@ async fn an_empty_database_is_installed_and_the_second_run_is_up_to_date() {
 #[test]
 fn any_legal_schema_name_works() {
     let db = server().database("");
-    for name in [
-        "Upper Case",
-        "quo\"te's",
-        "100%",
-        "a$$b$do$",
-        "{schema}",
-        r"back\slash",
-        "ünï",
-    ] {
+    for name in ["Upper Case", "quo\"te's", "100%", "a$$b$do$", "{schema}", r"back\slash", "ünï"] {
         for result in ["installed", "up_to_date"] {
             let ran = migrate_cli(&db, &["--schema", name, "-o", "json"]);
             assert_eq!(ran.code, 0, "{name}: {ran:?}");
@@ -137,22 +111,13 @@ fn any_legal_schema_name_works() {
 async fn of_two_at_once_one_installs_and_the_other_waits_and_finds_it_done() {
     let db = server().database("");
     // Under this default, a second look in the same transaction would see the old state.
-    server().sql(
-        "postgres",
-        &format!("ALTER DATABASE {db} SET default_transaction_isolation = 'repeatable read'"),
-    );
+    server().sql("postgres", &format!("ALTER DATABASE {db} SET default_transaction_isolation = 'repeatable read'"));
     let started = Arc::new(tokio::sync::Notify::new());
     let first = tokio::spawn({
         let (db, started) = (db.clone(), started.clone());
         async move {
             run(&db, SLOW, move |event| {
-                if matches!(
-                    event,
-                    Event::Applying {
-                        file: "slow.sql",
-                        ..
-                    }
-                ) {
+                if matches!(event, Event::Applying { file: "slow.sql", .. }) {
                     started.notify_one();
                 }
             })
@@ -161,34 +126,20 @@ async fn of_two_at_once_one_installs_and_the_other_waits_and_finds_it_done() {
     });
     started.notified().await;
     let waited = std::sync::Mutex::new(Vec::new());
-    let second = run(&db, SLOW, |event| waited.lock().unwrap().push(event))
-        .await
-        .unwrap();
+    let second = run(&db, SLOW, |event| waited.lock().unwrap().push(event)).await.unwrap();
     assert_eq!(first.await.unwrap().unwrap().applied, [1000]);
     assert_eq!(second.applied, [0; 0]);
     let waited = waited.into_inner().unwrap();
-    assert!(
-        matches!(waited.as_slice(), [Event::Waiting { holder }] if holder.contains("awactl")),
-        "{waited:?}"
-    );
+    assert!(matches!(waited.as_slice(), [Event::Waiting { holder }] if holder.contains("awactl")), "{waited:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_failing_step_names_its_line_and_leaves_nothing() {
-    static BROKEN: &[Migration] = &[migration(
-        1000,
-        &[
-            META,
-            file("broken.sql", "SELECT 1;\nSELECT 2;\nSELECT nope;"),
-        ],
-    )];
+    static BROKEN: &[Migration] = &[migration(1000, &[META, file("broken.sql", "SELECT 1;\nSELECT 2;\nSELECT nope;")])];
     let db = server().database("");
     let before = server().dump(&db);
     let error = run(&db, BROKEN, |_| {}).await.unwrap_err();
-    assert!(
-        matches!(&error, EngineError::Migration { file, line: 3, .. } if file == "broken.sql"),
-        "{error:?}"
-    );
+    assert!(matches!(&error, EngineError::Migration { file, line: 3, .. } if file == "broken.sql"), "{error:?}");
     assert_eq!(server().dump(&db), before);
 }
 
@@ -201,13 +152,7 @@ async fn a_connection_killed_half_way_is_unreachable_and_leaves_nothing() {
         let db = db.clone();
         async move {
             run(&db, SLOW, move |event| {
-                if matches!(
-                    event,
-                    Event::Applying {
-                        file: "slow.sql",
-                        ..
-                    }
-                ) {
+                if matches!(event, Event::Applying { file: "slow.sql", .. }) {
                     send.send(()).unwrap();
                 }
             })
@@ -215,51 +160,30 @@ async fn a_connection_killed_half_way_is_unreachable_and_leaves_nothing() {
         }
     });
     started.recv().await.unwrap();
-    server().sql(
-        "postgres",
-        &format!("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{db}'"),
-    );
+    server().sql("postgres", &format!("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{db}'"));
     let error = running.await.unwrap().unwrap_err();
-    assert!(
-        matches!(error, EngineError::Unreachable { .. }),
-        "{error:?}"
-    );
+    assert!(matches!(error, EngineError::Unreachable { .. }), "{error:?}");
     assert_eq!(server().dump(&db), before);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn later_versions_are_added_to_what_is_there() {
     static ONE: &[Migration] = &[migration(1000, &[META])];
-    static TWO: &[Migration] = &[
-        migration(1000, &[META]),
-        migration(1001, &[file("b.sql", "CREATE TABLE {schema}.b ()")]),
-    ];
+    static TWO: &[Migration] =
+        &[migration(1000, &[META]), migration(1001, &[file("b.sql", "CREATE TABLE {schema}.b ()")])];
     let db = server().database("");
     assert_eq!(run(&db, ONE, |_| {}).await.unwrap().applied, [1000]);
     let outcome = run(&db, TWO, |_| {}).await.unwrap();
-    assert_eq!(
-        (outcome.from_version, outcome.schema_version),
-        (Some(1000), 1001)
-    );
+    assert_eq!((outcome.from_version, outcome.schema_version), (Some(1000), 1001));
     assert_eq!(outcome.applied, [1001]);
 
     // And now this build is the older one.
     let session = connect(&target(&db)).await.unwrap();
-    let error = migrate::require_current(&session, &Schema::default())
-        .await
-        .unwrap_err();
-    assert!(
-        matches!(error, EngineError::WrongVersion { found: 1001, .. }),
-        "{error:?}"
-    );
+    let error = migrate::require_current(&session, &Schema::default()).await.unwrap_err();
+    assert!(matches!(error, EngineError::WrongVersion { found: 1001, .. }), "{error:?}");
     let elsewhere = Schema::new("elsewhere").unwrap();
-    let error = migrate::require_current(&session, &elsewhere)
-        .await
-        .unwrap_err();
-    assert!(
-        matches!(error, EngineError::NotInstalled { .. }),
-        "{error:?}"
-    );
+    let error = migrate::require_current(&session, &elsewhere).await.unwrap_err();
+    assert!(matches!(error, EngineError::NotInstalled { .. }), "{error:?}");
     let before = server().dump(&db);
     for args in [&[][..], &["--plan"][..]] {
         let ran = migrate_cli(&db, &[args, &["-o", "json"]].concat());
@@ -279,30 +203,14 @@ fn schemas_of_others_are_refused_and_left_byte_identical() {
     };
     let row = |v: i32| version(&format!("INSERT INTO awa.schema_version VALUES ({v}, 'x')"));
     let cases = [
-        (
-            row(5),
-            "older than 0.5.7",
-            "run the migrations of awa 0.5.7",
-        ),
+        (row(5), "older than 0.5.7", "run the migrations of awa 0.5.7"),
         (row(11), "not in this build yet", "another database"),
         (row(12), "awa 0.6 or newer", "another database"),
         (row(42), "has version 42", "keep operating it with that awa"),
         (version(""), "never finished", "DROP SCHEMA"),
-        (
-            "CREATE SCHEMA awa; CREATE TABLE awa.mine ()".into(),
-            "mine",
-            "--schema",
-        ),
-        (
-            "CREATE SCHEMA awa; CREATE TYPE awa.t AS ENUM ()".into(),
-            "1 objects",
-            "--schema",
-        ),
-        (
-            "CREATE SCHEMA awa; CREATE TABLE awa.schema_version (version text)".into(),
-            "never finished",
-            "look into it",
-        ),
+        ("CREATE SCHEMA awa; CREATE TABLE awa.mine ()".into(), "mine", "--schema"),
+        ("CREATE SCHEMA awa; CREATE TYPE awa.t AS ENUM ()".into(), "1 objects", "--schema"),
+        ("CREATE SCHEMA awa; CREATE TABLE awa.schema_version (version text)".into(), "never finished", "look into it"),
     ];
     for (sql, why, todo) in cases {
         let db = server().database("");
@@ -313,11 +221,7 @@ fn schemas_of_others_are_refused_and_left_byte_identical() {
         let ran = migrate_cli(&db, &["status", "-o", "json"]);
         // A 0.5 schema without its tables cannot be counted; everything else has a status.
         if !sql.contains("(11,") {
-            assert_eq!(
-                (ran.code, &ran.json()["stage"]),
-                (0, &"refused".into()),
-                "{ran:?}"
-            );
+            assert_eq!((ran.code, &ran.json()["stage"]), (0, &"refused".into()), "{ran:?}");
         }
     }
 }
@@ -327,12 +231,7 @@ fn a_role_without_rights_is_told_which_to_grant_and_then_it_works() {
     let db = server().database("");
     server().sql(&db, "CREATE ROLE guest LOGIN");
     let grant = |ran: &Ran| {
-        let line = ran
-            .stderr
-            .lines()
-            .find_map(|line| line.split_once("do:"))
-            .unwrap()
-            .1;
+        let line = ran.stderr.lines().find_map(|line| line.split_once("do:")).unwrap().1;
         server().sql(&db, line.trim());
     };
     let ran = migrate_as("guest", &db, &[]);
@@ -342,11 +241,7 @@ fn a_role_without_rights_is_told_which_to_grant_and_then_it_works() {
 
     server().sql(&db, "CREATE SCHEMA given");
     let ran = migrate_as("guest", &db, &["--schema", "given"]);
-    assert_refused(
-        &ran,
-        "may not create objects",
-        "GRANT USAGE, CREATE ON SCHEMA",
-    );
+    assert_refused(&ran, "may not create objects", "GRANT USAGE, CREATE ON SCHEMA");
     grant(&ran);
     assert_eq!(migrate_as("guest", &db, &["--schema", "given"]).code, 0);
 
@@ -361,22 +256,11 @@ fn a_role_without_rights_is_told_which_to_grant_and_then_it_works() {
 #[test]
 fn read_only_databases_standbys_and_other_encodings_are_refused() {
     let db = server().database("");
-    server().sql(
-        "postgres",
-        &format!("ALTER DATABASE {db} SET default_transaction_read_only = on"),
-    );
-    assert_refused(
-        &migrate_cli(&db, &[]),
-        "default_transaction_read_only",
-        "writable server",
-    );
+    server().sql("postgres", &format!("ALTER DATABASE {db} SET default_transaction_read_only = on"));
+    assert_refused(&migrate_cli(&db, &[]), "default_transaction_read_only", "writable server");
 
     let db = server().database("ENCODING 'SQL_ASCII' TEMPLATE template0");
-    assert_refused(
-        &migrate_cli(&db, &[]),
-        "encoded in SQL_ASCII",
-        "ENCODING 'UTF8'",
-    );
+    assert_refused(&migrate_cli(&db, &[]), "encoded in SQL_ASCII", "ENCODING 'UTF8'");
 
     let standby = Server::start(true);
     let url = standby.url("postgres", "postgres");
@@ -392,25 +276,13 @@ fn read_only_databases_standbys_and_other_encodings_are_refused() {
         standby.port,
         server().port
     );
-    for (wanted, code) in [
-        ("read-write", 0),
-        ("primary", 0),
-        ("standby", 4),
-        ("prefer-standby", 4),
-        ("any", 4),
-    ] {
+    for (wanted, code) in [("read-write", 0), ("primary", 0), ("standby", 4), ("prefer-standby", 4), ("any", 4)] {
         let schema = format!("attrs_{wanted}");
         let url = format!("{both}{wanted}");
         let ran = awactl(&[("DATABASE_URL", &url)], &["migrate", "--schema", &schema]);
         assert_eq!(ran.code, code, "{wanted}: {ran:?}");
     }
-    let ran = awactl(
-        &[(
-            "DATABASE_URL",
-            &format!("{url}&target_session_attrs=primary"),
-        )],
-        &["migrate"],
-    );
+    let ran = awactl(&[("DATABASE_URL", &format!("{url}&target_session_attrs=primary"))], &["migrate"]);
     assert_eq!(ran.code, 3, "{ran:?}");
     assert!(ran.stderr.contains("it is a standby"), "{ran:?}");
 }
@@ -421,14 +293,8 @@ fn read_only_databases_standbys_and_other_encodings_are_refused() {
 fn the_migrations_of_others_are_stopped_by_the_guard() {
     let db = server().database("");
     assert_eq!(migrate_cli(&db, &[]).code, 0);
-    assert_eq!(
-        server().sql(&db, "SELECT max(version) FROM awa.schema_version"),
-        "11"
-    );
-    assert_eq!(
-        server().sql(&db, "SELECT count(*) FROM awa.queue_state_counts"),
-        "0"
-    );
+    assert_eq!(server().sql(&db, "SELECT max(version) FROM awa.schema_version"), "11");
+    assert_eq!(server().sql(&db, "SELECT count(*) FROM awa.queue_state_counts"), "0");
     let before = server().dump(&db);
     for statement in [
         "CREATE TABLE awa.x (); INSERT INTO awa.schema_version (version, description) VALUES (12, 'theirs')",

@@ -12,50 +12,31 @@ fn a_password_is_never_printed_wherever_it_comes_from() {
     let port = server().port;
     let dsn = format!("host=127.0.0.1 port={port} user=postgres dbname=postgres");
     let cases: [(String, &[(&str, &str)]); 4] = [
-        (
-            format!("postgres://postgres:{SECRET}@127.0.0.1:{port}/postgres"),
-            &[],
-        ),
-        (
-            format!("postgres://postgres@127.0.0.1:{port}/postgres?password={SECRET}"),
-            &[],
-        ),
+        (format!("postgres://postgres:{SECRET}@127.0.0.1:{port}/postgres"), &[]),
+        (format!("postgres://postgres@127.0.0.1:{port}/postgres?password={SECRET}"), &[]),
         (format!("{dsn} password={SECRET}"), &[]),
         (dsn, &[("PGPASSWORD", SECRET)]),
     ];
     for (url, env) in cases {
-        for extra in [
-            &["-vvv"][..],
-            &["--log-format", "json", "-vvv"],
-            &["-o", "json"],
-        ] {
+        for extra in [&["-vvv"][..], &["--log-format", "json", "-vvv"], &["-o", "json"]] {
             let args = [&["migrate", "--database-url", &url], extra].concat();
             let ran = awactl(env, &args);
             assert_eq!(ran.code, 3, "{ran:?}");
-            assert!(
-                ran.stderr.contains("password authentication failed"),
-                "{ran:?}"
-            );
+            assert!(ran.stderr.contains("password authentication failed"), "{ran:?}");
             assert!(!format!("{ran:?}").contains(SECRET), "{ran:?}");
         }
     }
     let misplaced = awactl(&[], &["migrate", "postgres://u:hunter2@h/db"]);
     assert_eq!(misplaced.code, 2, "{misplaced:?}");
     assert!(!misplaced.stderr.contains(SECRET), "{misplaced:?}");
-    let help = awactl(
-        &[("DATABASE_URL", "postgres://u:hunter2@h/db")],
-        &["--help"],
-    );
+    let help = awactl(&[("DATABASE_URL", "postgres://u:hunter2@h/db")], &["--help"]);
     assert!(!help.stdout.contains(SECRET), "{help:?}");
 }
 
 #[test]
 fn sslmodes_mean_what_libpq_says() {
     let server = server();
-    server.sql(
-        "postgres",
-        "CREATE ROLE tlsonly LOGIN; CREATE ROLE plainonly LOGIN",
-    );
+    server.sql("postgres", "CREATE ROLE tlsonly LOGIN; CREATE ROLE plainonly LOGIN");
     let file = |name: &str| server.dir.join(name).to_str().unwrap().to_owned();
     let (ca, other, pinned) = (file("ca.crt"), file("other.crt"), file("server.crt"));
     let cases = [
@@ -79,10 +60,7 @@ fn sslmodes_mean_what_libpq_says() {
         ("tlsonly", "localhost", "verify-full", "", false),
     ];
     for (user, host, mode, root, works) in cases {
-        let mut url = format!(
-            "host={host} port={} user={user} dbname=postgres sslmode={mode}",
-            server.port
-        );
+        let mut url = format!("host={host} port={} user={user} dbname=postgres sslmode={mode}", server.port);
         if !root.is_empty() {
             url.push_str(&format!(" sslrootcert={root}"));
         }
@@ -98,14 +76,7 @@ fn sslmodes_mean_what_libpq_says() {
         assert!(codes.contains(&ran.code), "{url}: {ran:?}");
         assert!(ran.stderr.contains(&format!("sslmode {mode}")), "{ran:?}");
     }
-    let ran = awactl(
-        &[],
-        &[
-            "migrate",
-            "--database-url",
-            "host=h sslmode=verify-full user=u sslrootcert=/no",
-        ],
-    );
+    let ran = awactl(&[], &["migrate", "--database-url", "host=h sslmode=verify-full user=u sslrootcert=/no"]);
     assert_eq!(ran.code, 2, "{ran:?}");
     assert!(ran.stderr.contains("sslrootcert is not valid"), "{ran:?}");
 }
@@ -113,13 +84,8 @@ fn sslmodes_mean_what_libpq_says() {
 #[test]
 fn hosts_are_tried_in_order_and_each_failure_is_named() {
     let server = server();
-    let good = format!(
-        "{}:{}",
-        server.dir.to_str().unwrap().replace('/', "%2F"),
-        server.port
-    );
-    let url =
-        format!("postgres://postgres@127.0.0.1:1,{good}/postgres?target_session_attrs=read-write");
+    let good = format!("{}:{}", server.dir.to_str().unwrap().replace('/', "%2F"), server.port);
+    let url = format!("postgres://postgres@127.0.0.1:1,{good}/postgres?target_session_attrs=read-write");
     let ran = awactl(&[], &["migrate", "status", "--database-url", &url]);
     assert_eq!(ran.code, 0, "{ran:?}");
 
@@ -174,60 +140,29 @@ fn contexts_choose_the_database_and_guard_it() {
     };
     let no_target = run(&["migrate"]);
     assert_eq!(no_target.code, 2, "{no_target:?}");
-    assert!(
-        no_target.stderr.contains("no database was named"),
-        "{no_target:?}"
-    );
+    assert!(no_target.stderr.contains("no database was named"), "{no_target:?}");
 
-    let one = format!(
-        "contexts:\n  dev: {{ url: '{}', schema: mine }}\n",
-        server.url("postgres", &dev)
-    );
+    let one = format!("contexts:\n  dev: {{ url: '{}', schema: mine }}\n", server.url("postgres", &dev));
     config(&one);
     let ran = run(&["migrate", "-o", "json"]);
-    assert_eq!(
-        (ran.code, &ran.json()["schema"]),
-        (0, &"mine".into()),
-        "{ran:?}"
-    );
+    assert_eq!((ran.code, &ran.json()["schema"]), (0, &"mine".into()), "{ran:?}");
     assert!(ran.stderr.contains("context dev"), "{ran:?}");
 
-    config(&format!(
-        "default: dev\n{one}  prod: {{ url_env: PROD_URL, production: true }}\n"
-    ));
+    config(&format!("default: dev\n{one}  prod: {{ url_env: PROD_URL, production: true }}\n"));
     let ran = run(&["migrate"]);
     assert_eq!(ran.code, 4, "{ran:?}");
-    assert!(
-        ran.stderr.contains("several contexts: dev, prod"),
-        "{ran:?}"
-    );
-    assert_eq!(
-        run(&["migrate", "status", "-o", "json"]).json()["state"],
-        "active"
-    );
+    assert!(ran.stderr.contains("several contexts: dev, prod"), "{ran:?}");
+    assert_eq!(run(&["migrate", "status", "-o", "json"]).json()["state"], "active");
 
     let ran = run(&["migrate", "--context", "prod"]);
     assert_eq!(ran.code, 4, "{ran:?}");
-    assert!(
-        ran.stderr.contains("production context") && ran.stderr.contains("--yes"),
-        "{ran:?}"
-    );
+    assert!(ran.stderr.contains("production context") && ran.stderr.contains("--yes"), "{ran:?}");
     assert_eq!(run(&["migrate", "--context", "prod", "--yes"]).code, 0);
     // Nothing to change, nothing to ask.
     assert_eq!(run(&["migrate", "--context", "prod"]).code, 0);
 
     assert_eq!(run(&["migrate", "--context", "test"]).code, 2);
-    assert_eq!(
-        run(&[
-            "migrate",
-            "--context",
-            "dev",
-            "--database-url",
-            "postgres://h"
-        ])
-        .code,
-        2
-    );
+    assert_eq!(run(&["migrate", "--context", "dev", "--database-url", "postgres://h"]).code, 2);
     config("contexts: { a: { url_env: NOT_SET } }");
     let ran = run(&["migrate"]);
     assert_eq!(ran.code, 2, "{ran:?}");
@@ -237,15 +172,9 @@ fn contexts_choose_the_database_and_guard_it() {
 #[test]
 fn wrong_usage_is_code_2_and_says_what_is_allowed() {
     for (args, text) in [
-        (
-            &["migrate", "-o", "xml"][..],
-            "possible values: table, json, yaml",
-        ),
+        (&["migrate", "-o", "xml"][..], "possible values: table, json, yaml"),
         (&["migrate", "--database-url", "mysql://h/d"], "postgres://"),
-        (
-            &["migrate", "--database-url", "host=h colour=red"],
-            "allowed are",
-        ),
+        (&["migrate", "--database-url", "host=h colour=red"], "allowed are"),
         (&["migrate", "--plan", "status"], "cannot be used"),
         (&["nope"], "unrecognized subcommand"),
         (&[], "Usage: awactl"),
@@ -261,25 +190,16 @@ fn wrong_usage_is_code_2_and_says_what_is_allowed() {
 fn version_completions_and_manual_need_no_database() {
     let ran = awactl(&[], &["--version"]);
     let latest = awactl::engine::migrations::LATEST;
-    let expected = format!(
-        "awactl {} (schema version {latest})\n",
-        env!("CARGO_PKG_VERSION")
-    );
+    let expected = format!("awactl {} (schema version {latest})\n", env!("CARGO_PKG_VERSION"));
     assert_eq!((ran.code, ran.stdout), (0, expected));
     for shell in ["bash", "elvish", "fish", "powershell", "zsh"] {
         let ran = awactl(&[], &["completions", shell]);
-        assert!(
-            ran.code == 0 && ran.stdout.contains("migrate"),
-            "{shell}: {ran:?}"
-        );
+        assert!(ran.code == 0 && ran.stdout.contains("migrate"), "{shell}: {ran:?}");
     }
     assert!(awactl(&[], &["man"]).stdout.contains(".TH awactl"));
     let dir = tempfile::tempdir().unwrap();
     let pages = dir.path().join("pages");
-    assert_eq!(
-        awactl(&[], &["man", "--dir", pages.to_str().unwrap()]).code,
-        0
-    );
+    assert_eq!(awactl(&[], &["man", "--dir", pages.to_str().unwrap()]).code, 0);
     assert!(pages.join("awactl-migrate.1").exists());
 }
 
@@ -297,23 +217,11 @@ fn a_reader_that_leaves_early_is_no_failure() {
 
 #[test]
 fn messages_are_json_lines_for_collectors() {
-    let ran = awactl(
-        &[],
-        &[
-            "migrate",
-            "--log-format",
-            "json",
-            "--database-url",
-            "host=127.0.0.1 port=1 user=u",
-        ],
-    );
+    let ran = awactl(&[], &["migrate", "--log-format", "json", "--database-url", "host=127.0.0.1 port=1 user=u"]);
     assert_eq!(ran.code, 3, "{ran:?}");
     for line in ran.stderr.lines() {
         let line: serde_json::Value = serde_json::from_str(line).unwrap();
-        assert!(
-            line["level"].is_string() && line["fields"]["message"].is_string(),
-            "{line}"
-        );
+        assert!(line["level"].is_string() && line["fields"]["message"].is_string(), "{line}");
     }
     assert!(ran.stderr.contains("\"exit_code\":3"), "{ran:?}");
 }

@@ -42,17 +42,8 @@ handlers:
     )
     .unwrap();
 
-    let default = QueueConfig {
-        workers: 32,
-        deadline: None,
-    };
-    assert_eq!(
-        config.queues["default"],
-        QueueConfig {
-            workers: 8,
-            deadline: Some(Duration::from_secs(5400)),
-        }
-    );
+    let default = QueueConfig { workers: 32, deadline: None };
+    assert_eq!(config.queues["default"], QueueConfig { workers: 8, deadline: Some(Duration::from_secs(5400)) });
     assert_eq!(config.queues["plain"], default);
     assert_eq!(config.queues["bare"], default);
 
@@ -67,20 +58,9 @@ handlers:
             clear_env: true,
         })
     );
-    assert_eq!(
-        handler("slow"),
-        HandlerConfig::Builtin(Builtin::Sleep {
-            duration: Some(Duration::from_millis(100)),
-        })
-    );
-    assert_eq!(
-        handler("shaky"),
-        HandlerConfig::Builtin(Builtin::Flaky(FlakyRule::Probability(0.5)))
-    );
-    assert_eq!(
-        handler("shy"),
-        HandlerConfig::Builtin(Builtin::Flaky(FlakyRule::FailTimes(1)))
-    );
+    assert_eq!(handler("slow"), HandlerConfig::Builtin(Builtin::Sleep { duration: Some(Duration::from_millis(100)) }));
+    assert_eq!(handler("shaky"), HandlerConfig::Builtin(Builtin::Flaky(FlakyRule::Probability(0.5))));
+    assert_eq!(handler("shy"), HandlerConfig::Builtin(Builtin::Flaky(FlakyRule::FailTimes(1))));
 
     let registry = config.registry().unwrap();
     assert_eq!(registry.kinds(), ["ping", "resize", "shaky", "shy", "slow"]);
@@ -120,27 +100,12 @@ fn unknown_names_come_with_what_is_allowed_the_place_and_a_guess() {
     );
     assert_error(
         "handlers:\n  a: { builtin: nop }\n",
-        &[
-            "handlers.a.builtin",
-            "unknown builtin `nop`",
-            "`flaky`",
-            "line 2 column 17",
-            "did you mean `noop`?",
-        ],
+        &["handlers.a.builtin", "unknown builtin `nop`", "`flaky`", "line 2 column 17", "did you mean `noop`?"],
     );
-    assert_error(
-        "handler: {}",
-        &["unknown field `handler`", "did you mean `handlers`?"],
-    );
-    assert_error(
-        "queues:\n  default: { rate_limit: 5 }",
-        &["unknown field `rate_limit`", "`workers` or `deadline`"],
-    );
+    assert_error("handler: {}", &["unknown field `handler`", "did you mean `handlers`?"]);
+    assert_error("queues:\n  default: { rate_limit: 5 }", &["unknown field `rate_limit`", "`workers` or `deadline`"]);
     assert_error("[1]", &["a map with `queues` and `handlers`"]);
-    assert_error(
-        "queues: { q: 5 }",
-        &["queues.q", "a map with `workers` and `deadline`"],
-    );
+    assert_error("queues: { q: 5 }", &["queues.q", "a map with `workers` and `deadline`"]);
     assert!(!error("zebra: {}").contains("did you mean"));
 }
 
@@ -164,10 +129,7 @@ fn values_out_of_range_name_the_field_the_range_and_the_place() {
             &["queues.q.deadline", deadline, "line 3 column 15"],
         );
     }
-    assert_error(
-        "queues:\n  q: { deadline: 0s }\n",
-        &["deadline", "longer than zero", "line 2"],
-    );
+    assert_error("queues:\n  q: { deadline: 0s }\n", &["deadline", "longer than zero", "line 2"]);
     assert_error(
         "handlers:\n  a: { builtin: flaky, probability: 1.5 }\n",
         &["handlers.a", "`probability` is 1.5", "0.0 to 1.0", "line 2"],
@@ -179,74 +141,35 @@ fn names_are_checked() {
     let long = "x".repeat(201);
     for section in ["queues", "handlers"] {
         assert_error(
-            &format!("{section}:\n  ok: {{ }}\n  {long}: {{}}\n").replace(
-                "ok: { }",
-                if section == "queues" {
-                    "ok: {}"
-                } else {
-                    "ok: {builtin: noop}"
-                },
-            ),
+            &format!("{section}:\n  ok: {{ }}\n  {long}: {{}}\n")
+                .replace("ok: { }", if section == "queues" { "ok: {}" } else { "ok: {builtin: noop}" }),
             &[section, "201 characters", "1 to 200", "line 3 column 3"],
         );
-        assert_error(
-            &format!("{section}:\n  \"\": {{}}\n"),
-            &[section, "0 characters", "1 to 200"],
-        );
-        assert_error(
-            &format!("{section}:\n  \"a\\nb\": {{}}\n"),
-            &[section, "`a\\nb`", "control character"],
-        );
+        assert_error(&format!("{section}:\n  \"\": {{}}\n"), &[section, "0 characters", "1 to 200"]);
+        assert_error(&format!("{section}:\n  \"a\\nb\": {{}}\n"), &[section, "`a\\nb`", "control character"]);
     }
     let widest = "é".repeat(200);
     Config::parse(&format!("queues: {{ {widest}: {{}} }}")).unwrap();
-    assert_error(
-        "queues:\n  a: {}\n  b: {}\n  a: {}\n",
-        &["`a` is there twice", "line 4 column 3"],
-    );
+    assert_error("queues:\n  a: {}\n  b: {}\n  a: {}\n", &["`a` is there twice", "line 4 column 3"]);
     assert_error("queues:\n  \"*\": {}\n", &["`*`", "named in full"]);
 }
 
 #[test]
 fn a_handler_is_one_thing_with_its_own_fields() {
     for (handler, parts) in [
-        (
-            "{}",
-            &["neither `exec", "noop, sleep, echo, fail, flaky"][..],
-        ),
-        (
-            "{ exec: [a], builtin: noop }",
-            &["both `exec` and `builtin`"],
-        ),
+        ("{}", &["neither `exec", "noop, sleep, echo, fail, flaky"][..]),
+        ("{ exec: [a], builtin: noop }", &["both `exec` and `builtin`"]),
         ("{ exec: [] }", &["`exec` names no program"]),
         ("{ exec: [\"\"] }", &["`exec` names no program"]),
         ("{ exec: [\"a\\0b\"] }", &["U+0000"]),
         ("{ exec: ls -l }", &["exec", "expected a sequence"]),
-        (
-            "{ exec: [a], env: { \"A=B\": c } }",
-            &["`env`", "`A=B`", "no `=`"],
-        ),
-        (
-            "{ exec: [a], env: { AWA_JOB_ID: 1 } }",
-            &["AWA_JOB_ID", "worker sets"],
-        ),
+        ("{ exec: [a], env: { \"A=B\": c } }", &["`env`", "`A=B`", "no `=`"]),
+        ("{ exec: [a], env: { AWA_JOB_ID: 1 } }", &["AWA_JOB_ID", "worker sets"]),
         ("{ exec: [a], timeout: 0s }", &["longer than zero"]),
-        (
-            "{ exec: [a], duration: 1s }",
-            &["`duration` does not go with `exec`", "`clear_env`"],
-        ),
-        (
-            "{ builtin: noop, timeout: 1s }",
-            &["`timeout` does not go with builtin `noop`", "nothing more"],
-        ),
-        (
-            "{ builtin: sleep, probability: 1 }",
-            &["`probability` does not go", "only `duration`"],
-        ),
-        (
-            "{ builtin: flaky, probability: 1, fail_times: 2 }",
-            &["exclude each other"],
-        ),
+        ("{ exec: [a], duration: 1s }", &["`duration` does not go with `exec`", "`clear_env`"]),
+        ("{ builtin: noop, timeout: 1s }", &["`timeout` does not go with builtin `noop`", "nothing more"]),
+        ("{ builtin: sleep, probability: 1 }", &["`probability` does not go", "only `duration`"]),
+        ("{ builtin: flaky, probability: 1, fail_times: 2 }", &["exclude each other"]),
         ("noop", &["handler such as"]),
     ] {
         let mut parts = parts.to_vec();
@@ -264,8 +187,5 @@ fn a_file_that_cannot_be_used_is_named() {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(b"queues: [\n").unwrap();
     let invalid = Config::load(file.path()).unwrap_err().to_string();
-    assert!(
-        invalid.contains(file.path().to_str().unwrap()) && invalid.contains("line "),
-        "{invalid}"
-    );
+    assert!(invalid.contains(file.path().to_str().unwrap()) && invalid.contains("line "), "{invalid}");
 }

@@ -13,10 +13,7 @@ use awactl::engine::worker::{
 use worker_support::{context, error_of, job, run, until, within};
 
 fn sh(script: &str) -> Exec {
-    Exec {
-        argv: vec!["/bin/sh".into(), "-c".into(), script.into()],
-        ..Exec::default()
-    }
+    Exec { argv: vec!["/bin/sh".into(), "-c".into(), script.into()], ..Exec::default() }
 }
 
 async fn run_exec(exec: Exec) -> Outcome {
@@ -31,9 +28,7 @@ async fn the_program_gets_the_arguments_and_the_fields() {
     let script = "cat > args; env | grep -E '^(AWA_JOB_|EXTRA|HOME=)' | sort > fields";
     let exec = Exec {
         cwd: Some(dir.path().to_owned()),
-        env: [("EXTRA", "yes"), ("PATH", "/usr/bin:/bin")]
-            .map(|(name, value)| (name.into(), value.into()))
-            .into(),
+        env: [("EXTRA", "yes"), ("PATH", "/usr/bin:/bin")].map(|(name, value)| (name.into(), value.into())).into(),
         clear_env: true,
         ..sh(script)
     };
@@ -71,15 +66,7 @@ async fn the_program_gets_the_arguments_and_the_fields() {
 #[tokio::test]
 async fn no_shell_looks_at_the_arguments() {
     let exec = Exec {
-        argv: [
-            "/bin/sh",
-            "-c",
-            "test \"$1\" = '$(exit 9) *'",
-            "sh",
-            "$(exit 9) *",
-        ]
-        .map(String::from)
-        .into(),
+        argv: ["/bin/sh", "-c", "test \"$1\" = '$(exit 9) *'", "sh", "$(exit 9) *"].map(String::from).into(),
         ..Exec::default()
     };
     assert_eq!(run_exec(exec).await, Outcome::Complete);
@@ -92,10 +79,7 @@ async fn big_arguments_and_a_big_output_do_not_wait_for_each_other() {
     let script = "head -c 1000000 /dev/zero | tr '\\0' y; head -c 300000 /dev/zero >&2
         test \"$(wc -c)\" -eq 1048578 && echo && echo '{\"snooze\":1}'";
     let worker = ExecWorker::new("kind", sh(script));
-    assert_eq!(
-        run(&worker, &context(&args)).await,
-        Outcome::Snooze(Duration::from_secs(1))
-    );
+    assert_eq!(run(&worker, &context(&args)).await, Outcome::Snooze(Duration::from_secs(1)));
     // Nothing reads the input.
     for script in ["exit 0", "exec <&-; echo done"] {
         let worker = ExecWorker::new("kind", sh(script));
@@ -107,10 +91,7 @@ async fn big_arguments_and_a_big_output_do_not_wait_for_each_other() {
 async fn metadata_too_big_for_the_environment_is_left_out() {
     let mut job = job("{}");
     let metadata = format!("{{\"m\":\"{}\"}}", "x".repeat(200_000));
-    job.extras = Some(Box::new(JobExtras {
-        metadata: RawJson::from_json(&metadata).unwrap(),
-        ..JobExtras::default()
-    }));
+    job.extras = Some(Box::new(JobExtras { metadata: RawJson::from_json(&metadata).unwrap(), ..JobExtras::default() }));
     let worker = ExecWorker::new("kind", sh("test -z \"${AWA_JOB_METADATA+set}\""));
     assert_eq!(run(&worker, &JobContext::new(job)).await, Outcome::Complete);
 }
@@ -127,10 +108,7 @@ async fn the_exit_status_decides() {
         );
     }
     for code in [1, 63, 70, 75, 127, 255] {
-        assert_eq!(
-            run_exec(sh(&format!("exit {code}"))).await,
-            Outcome::retry(format!("exited with status {code}"))
-        );
+        assert_eq!(run_exec(sh(&format!("exit {code}"))).await, Outcome::retry(format!("exited with status {code}")));
     }
     assert_eq!(
         run_exec(sh("echo last words >&2; kill -KILL $$")).await,
@@ -141,37 +119,16 @@ async fn the_exit_status_decides() {
 #[tokio::test]
 async fn the_last_line_decides_further() {
     let s = Duration::from_secs;
-    let retry = |error: &str, after| Outcome::Retry {
-        error: error.into(),
-        after: Some(after),
-    };
+    let retry = |error: &str, after| Outcome::Retry { error: error.into(), after: Some(after) };
     for (script, expected) in [
         (r#"echo '{"snooze":"30s"}'"#, Outcome::Snooze(s(30))),
-        (
-            r#"echo hi; echo '  {"snooze":"1h30m","x":[]}'; echo; echo ' '"#,
-            Outcome::Snooze(s(5400)),
-        ),
+        (r#"echo hi; echo '  {"snooze":"1h30m","x":[]}'; echo; echo ' '"#, Outcome::Snooze(s(5400))),
         (r#"printf '{"snooze":2}'; exit 75"#, Outcome::Snooze(s(2))),
-        (
-            r#"echo '{"retry_after":"10s"}'; exit 75"#,
-            retry("exited with status 75", s(10)),
-        ),
-        (
-            r#"echo '{"retry_after":0.5}'; exit 1"#,
-            retry("exited with status 1", Duration::from_millis(500)),
-        ),
-        (
-            r#"echo '{"retry_after":5}'"#,
-            retry("the program asked for a retry", s(5)),
-        ),
-        (
-            r#"echo '{"snooze":5}'; exit 1"#,
-            Outcome::retry("exited with status 1"),
-        ),
-        (
-            r#"echo '{"snooze":5,"retry_after":5}'; exit 65"#,
-            Outcome::fail("exited with status 65"),
-        ),
+        (r#"echo '{"retry_after":"10s"}'; exit 75"#, retry("exited with status 75", s(10))),
+        (r#"echo '{"retry_after":0.5}'; exit 1"#, retry("exited with status 1", Duration::from_millis(500))),
+        (r#"echo '{"retry_after":5}'"#, retry("the program asked for a retry", s(5))),
+        (r#"echo '{"snooze":5}'; exit 1"#, Outcome::retry("exited with status 1")),
+        (r#"echo '{"snooze":5,"retry_after":5}'; exit 65"#, Outcome::fail("exited with status 65")),
         // Ordinary output.
         (r#"echo '{"snooze":5}'; echo bye"#, Outcome::Complete),
         (r#"echo '{"snooze":'"#, Outcome::Complete),
@@ -185,10 +142,7 @@ async fn the_last_line_decides_further() {
         for code in [0, 75, 1] {
             let script = format!("echo '{{\"retry_after\":{value}}}'; exit {code}");
             let error = error_of(run_exec(sh(&script)).await);
-            assert!(
-                error.contains("its last line of output: `retry_after`: "),
-                "{error}"
-            );
+            assert!(error.contains("its last line of output: `retry_after`: "), "{error}");
         }
     }
 }
@@ -211,8 +165,7 @@ async fn progress_is_kept_whatever_the_end() {
 
 #[tokio::test]
 async fn a_line_longer_than_what_is_kept_is_ordinary_output() {
-    let script =
-        r#"printf '{"snooze":"1s","x":"'; head -c 100000 /dev/zero | tr '\0' x; echo '"}'"#;
+    let script = r#"printf '{"snooze":"1s","x":"'; head -c 100000 /dev/zero | tr '\0' x; echo '"}'"#;
     assert_eq!(run_exec(sh(script)).await, Outcome::Complete);
 }
 
@@ -220,10 +173,7 @@ async fn a_line_longer_than_what_is_kept_is_ordinary_output() {
 async fn the_error_holds_the_end_of_stderr_as_storable_text() {
     let script = r"head -c 100000 /dev/zero | tr '\0' x >&2; printf 'bad \377\0end\n' >&2; exit 1";
     let error = error_of(run_exec(sh(script)).await);
-    assert!(
-        error.starts_with("exited with status 1; stderr ends: …xxx"),
-        "{error}"
-    );
+    assert!(error.starts_with("exited with status 1; stderr ends: …xxx"), "{error}");
     assert!(error.ends_with("xbad \u{fffd}end"), "{error}");
     assert!(error.len() < 4096 + 100, "{}", error.len());
 }
@@ -233,28 +183,13 @@ async fn a_program_that_cannot_be_started_retries_and_says_why() {
     let dir = tempfile::tempdir().unwrap();
     let plain = dir.path().join("plain");
     fs::write(&plain, "").unwrap();
-    let start = |program: &str| Exec {
-        argv: vec![program.into()],
-        ..Exec::default()
-    };
+    let start = |program: &str| Exec { argv: vec![program.into()], ..Exec::default() };
     let missing = error_of(run_exec(start("/no/such/program")).await);
-    assert!(
-        missing.starts_with("cannot start `/no/such/program`: No such file"),
-        "{missing}"
-    );
+    assert!(missing.starts_with("cannot start `/no/such/program`: No such file"), "{missing}");
     let denied = error_of(run_exec(start(plain.to_str().unwrap())).await);
     assert!(denied.contains("Permission denied"), "{denied}");
-    let nowhere = error_of(
-        run_exec(Exec {
-            cwd: Some("/no/such/directory".into()),
-            ..sh("exit 0")
-        })
-        .await,
-    );
-    assert!(
-        nowhere.contains("cwd `/no/such/directory` is not a directory"),
-        "{nowhere}"
-    );
+    let nowhere = error_of(run_exec(Exec { cwd: Some("/no/such/directory".into()), ..sh("exit 0") }).await);
+    assert!(nowhere.contains("cwd `/no/such/directory` is not a directory"), "{nowhere}");
 }
 
 // --- how it is stopped ---
@@ -268,18 +203,13 @@ impl Watched {
     fn new() -> Self {
         // Inherit orphans as process 1 of a container does, so that one left unreaped shows.
         nix::sys::prctl::set_child_subreaper(true).unwrap();
-        Self {
-            dir: tempfile::tempdir().unwrap(),
-        }
+        Self { dir: tempfile::tempdir().unwrap() }
     }
 
     /// A program with `report NAME` to report its own id, and `report NAME ID` another's.
     fn exec(&self, script: &str) -> Exec {
         let report = "report() { echo ${2:-$$} > $1.new && mv $1.new $1; }";
-        Exec {
-            cwd: Some(self.dir.path().to_owned()),
-            ..sh(&format!("{report}\n{script}"))
-        }
+        Exec { cwd: Some(self.dir.path().to_owned()), ..sh(&format!("{report}\n{script}")) }
     }
 
     fn file(&self, name: &str) -> PathBuf {
@@ -336,10 +266,7 @@ async fn a_passed_deadline_kills_the_whole_group() {
 
 #[tokio::test]
 async fn its_own_timeout_says_so_with_the_end_of_stderr() {
-    let exec = Exec {
-        timeout: Some(Duration::from_millis(300)),
-        ..sh("echo stuck >&2; exec sleep 1000")
-    };
+    let exec = Exec { timeout: Some(Duration::from_millis(300)), ..sh("echo stuck >&2; exec sleep 1000") };
     let error = error_of(run_exec(exec).await);
     assert!(error.starts_with("timed out after 300ms"), "{error}");
 }
@@ -348,16 +275,8 @@ async fn its_own_timeout_says_so_with_the_end_of_stderr() {
 async fn a_cancelled_program_may_clean_up_but_not_refuse() {
     let watched = Watched::new();
     for (name, script, obeys) in [
-        (
-            "polite",
-            "trap 'echo > cleaned; exit 0' TERM; report polite; while :; do sleep 0.01; done",
-            true,
-        ),
-        (
-            "deaf",
-            "trap '' TERM; report deaf; while :; do sleep 0.01; done",
-            false,
-        ),
+        ("polite", "trap 'echo > cleaned; exit 0' TERM; report polite; while :; do sleep 0.01; done", true),
+        ("deaf", "trap '' TERM; report deaf; while :; do sleep 0.01; done", false),
     ] {
         let worker = ExecWorker::new("kind", watched.exec(script));
         let ctx = context("{}");
@@ -410,10 +329,7 @@ async fn what_the_program_leaves_behind_does_not_hold_the_permit() {
     until("the child is gone", || is_gone(child)).await;
 
     // Out of the group, holding the pipes, silent or not: left alone, and not waited for.
-    for (name, then) in [
-        ("silent", "exec sleep 1000"),
-        ("dripping", "while :; do echo x >&2; sleep 0.05; done"),
-    ] {
+    for (name, then) in [("silent", "exec sleep 1000"), ("dripping", "while :; do echo x >&2; sleep 0.05; done")] {
         let script = format!(
             "setsid sh -c 'echo $$ > {name}.new; mv {name}.new {name}; {then}' &
             while ! test -e {name}; do sleep 0.01; done; echo '{{\"snooze\":\"4s\"}}'"

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use awactl::engine::worker::handlers::{Builtin, BuiltinWorker, FlakyRule};
 use awactl::engine::worker::{
-    CancelReason, DEADLINE_EXCEEDED, Job, JobContext, Outcome, RawJson, Registry, RegistryError,
-    Worker, blocking_fn, run_guarded, run_now, worker_fn,
+    CancelReason, DEADLINE_EXCEEDED, Job, JobContext, Outcome, RawJson, Registry, RegistryError, Worker, blocking_fn,
+    run_guarded, run_now, worker_fn,
 };
 use worker_support::{PATIENCE, context, error_of, job, run, until, within};
 
@@ -31,10 +31,7 @@ async fn a_panic_becomes_a_retry_with_its_message() {
     });
     let blocking = blocking_fn("k", at_once);
     for worker in [&early as &dyn Worker, &late, &blocking] {
-        assert_eq!(
-            run(worker, &context("{}")).await,
-            Outcome::retry("the handler panicked: job 42 is too heavy")
-        );
+        assert_eq!(run(worker, &context("{}")).await, Outcome::retry("the handler panicked: job 42 is too heavy"));
     }
 }
 
@@ -45,20 +42,14 @@ async fn a_panic_in_the_fast_path_or_in_drop_is_caught_too() {
         fn kind(&self) -> &str {
             "now"
         }
-        fn perform<'a>(
-            &'a self,
-            _: &'a JobContext,
-        ) -> futures_util::future::BoxFuture<'a, Outcome> {
+        fn perform<'a>(&'a self, _: &'a JobContext) -> futures_util::future::BoxFuture<'a, Outcome> {
             unreachable!("the fast path answers")
         }
         fn perform_now(&self, _: &Job) -> Option<Outcome> {
             panic!("at once")
         }
     }
-    assert_eq!(
-        run_now(&Now, &job("{}")),
-        Some(Outcome::retry("the handler panicked: at once"))
-    );
+    assert_eq!(run_now(&Now, &job("{}")), Some(Outcome::retry("the handler panicked: at once")));
 
     struct Bomb;
     impl Drop for Bomb {
@@ -118,10 +109,7 @@ async fn a_job_cancelled_before_it_starts_does_not_start() {
     let worker = worker_fn("k", |_| async { panic!("it started") });
     let ctx = context("{}");
     ctx.cancel(CancelReason::Requested);
-    assert_eq!(
-        run(&worker, &ctx).await,
-        Outcome::stopped(CancelReason::Requested)
-    );
+    assert_eq!(run(&worker, &ctx).await, Outcome::stopped(CancelReason::Requested));
 }
 
 #[tokio::test]
@@ -158,10 +146,7 @@ async fn a_blocking_handler_leaves_the_other_jobs_their_thread() {
     let ctx = context("{}");
     let outcome = within(run_guarded(&worker, &ctx, Some(Duration::from_millis(5)))).await;
     assert_eq!(outcome, Outcome::retry(DEADLINE_EXCEEDED));
-    until("the closure sees that it was given up", || {
-        stopped.load(Ordering::SeqCst)
-    })
-    .await;
+    until("the closure sees that it was given up", || stopped.load(Ordering::SeqCst)).await;
 }
 
 #[test]
@@ -177,10 +162,7 @@ fn the_registry_finds_by_kind_then_the_one_for_any() {
     assert!(Arc::ptr_eq(&registry.intern("a"), &registry.intern("a")));
     assert_eq!(&*registry.intern("b"), "b");
     for kind in ["a", "*"] {
-        assert_eq!(
-            registry.insert(done(kind)),
-            Err(RegistryError::Duplicate(kind.into()))
-        );
+        assert_eq!(registry.insert(done(kind)), Err(RegistryError::Duplicate(kind.into())));
     }
     for kind in ["", "a\0b", &"x".repeat(201)] {
         let error = registry.insert(done(kind)).unwrap_err();
@@ -191,10 +173,7 @@ fn the_registry_finds_by_kind_then_the_one_for_any() {
 // --- builtins ---
 
 fn builtin(builtin: Builtin, args: &str, attempt: i16) -> Outcome {
-    let job = Job {
-        attempt,
-        ..job(args)
-    };
+    let job = Job { attempt, ..job(args) };
     run_now(&BuiltinWorker::new("kind", builtin), &job).expect("an answer at once")
 }
 
@@ -203,27 +182,15 @@ async fn builtins_do_as_they_are_told() {
     assert_eq!(builtin(Builtin::Noop, "[]", 1), Outcome::Complete);
     assert_eq!(builtin(Builtin::Echo, r#"{"a":1}"#, 1), Outcome::Complete);
 
-    assert_eq!(
-        builtin(Builtin::Fail, "{}", 1),
-        Outcome::retry("failed as asked")
-    );
-    assert_eq!(
-        builtin(Builtin::Fail, r#"{"error":"why","terminal":true}"#, 1),
-        Outcome::fail("why")
-    );
+    assert_eq!(builtin(Builtin::Fail, "{}", 1), Outcome::retry("failed as asked"));
+    assert_eq!(builtin(Builtin::Fail, r#"{"error":"why","terminal":true}"#, 1), Outcome::fail("why"));
 
     let twice = || Builtin::Flaky(FlakyRule::FailTimes(2));
     assert!(error_of(builtin(twice(), "{}", 2)).contains("attempt 2"));
     assert_eq!(builtin(twice(), "{}", 3), Outcome::Complete);
-    assert_eq!(
-        builtin(twice(), r#"{"fail_times":0}"#, 1),
-        Outcome::Complete
-    );
+    assert_eq!(builtin(twice(), r#"{"fail_times":0}"#, 1), Outcome::Complete);
     assert!(error_of(builtin(twice(), r#"{"probability":1}"#, 9)).contains("flaky"));
-    assert_eq!(
-        builtin(twice(), r#"{"probability":0.0}"#, 1),
-        Outcome::Complete
-    );
+    assert_eq!(builtin(twice(), r#"{"probability":0.0}"#, 1), Outcome::Complete);
 
     let sleep = |duration| BuiltinWorker::new("kind", Builtin::Sleep { duration });
     let started = Instant::now();
@@ -244,25 +211,16 @@ async fn builtins_do_as_they_are_told() {
 async fn builtins_fail_for_good_on_arguments_without_sense() {
     for (kind, args, part) in [
         (Builtin::Fail, r#"{"terminal":3}"#, "expected a boolean"),
-        (
-            Builtin::Flaky(FlakyRule::default()),
-            r#"{"probability":2}"#,
-            "0.0 to 1.0",
-        ),
-        (
-            Builtin::Flaky(FlakyRule::default()),
-            r#"{"probability":1,"fail_times":1}"#,
-            "exclude each other",
-        ),
+        (Builtin::Flaky(FlakyRule::default()), r#"{"probability":2}"#, "0.0 to 1.0"),
+        (Builtin::Flaky(FlakyRule::default()), r#"{"probability":1,"fail_times":1}"#, "exclude each other"),
         (Builtin::Sleep { duration: None }, "{}", "`duration`"),
         (Builtin::Sleep { duration: None }, r#"{"ms":-1}"#, "args: "),
     ] {
         let name = kind.name();
         match run(&BuiltinWorker::new("kind", kind), &context(args)).await {
-            Outcome::Fail { error } => assert!(
-                error.contains(part) && error.contains(&format!("builtin `{name}`")),
-                "{error}"
-            ),
+            Outcome::Fail { error } => {
+                assert!(error.contains(part) && error.contains(&format!("builtin `{name}`")), "{error}")
+            }
             other => panic!("{name} {args}: {other:?}"),
         }
     }

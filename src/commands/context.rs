@@ -98,13 +98,9 @@ impl Context {
     pub fn fail(&self, error: &anyhow::Error) -> ExitCode {
         let report = Report::of(error, self.global.verbose > 0);
         match self.global.log_format {
-            LogFormat::Text => self.stderr(&report.text(|word| {
-                if self.color {
-                    format!("\u{1b}[1;31m{word}\u{1b}[0m")
-                } else {
-                    word.to_owned()
-                }
-            })),
+            LogFormat::Text => self.stderr(
+                &report.text(|word| if self.color { format!("\u{1b}[1;31m{word}\u{1b}[0m") } else { word.to_owned() }),
+            ),
             LogFormat::Json => {
                 let line = serde_json::json!({
                     "timestamp": chrono::Utc::now(), "level": "ERROR",

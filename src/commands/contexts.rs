@@ -48,11 +48,7 @@ impl std::fmt::Debug for NamedContext {
 
 impl Contexts {
     pub fn path(env: Env<'_>) -> Option<PathBuf> {
-        let set = |name| {
-            env(name)
-                .filter(|value| !value.is_empty())
-                .map(PathBuf::from)
-        };
+        let set = |name| env(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let dir = set("XDG_CONFIG_HOME").or_else(|| Some(set("HOME")?.join(".config")))?;
         Some(dir.join("awactl/config.yaml"))
     }
@@ -75,9 +71,8 @@ impl Contexts {
         }
         let contexts: Self = serde_yaml::from_str(text).map_err(|error| {
             // The parser's own text may quote a value, and the value may be a URL.
-            let place = error.location().map_or_else(String::new, |at| {
-                format!("line {}, column {}: ", at.line(), at.column())
-            });
+            let place =
+                error.location().map_or_else(String::new, |at| format!("line {}, column {}: ", at.line(), at.column()));
             unusable(
                 path,
                 &format!(
@@ -124,11 +119,7 @@ impl NamedContext {
 }
 
 fn unusable(path: &Path, why: &str) -> CommandError {
-    CommandError::usage(
-        format!("{} cannot be used", path.display()),
-        why,
-        "correct the file",
-    )
+    CommandError::usage(format!("{} cannot be used", path.display()), why, "correct the file")
 }
 
 #[cfg(test)]
@@ -138,10 +129,7 @@ mod tests {
     #[test]
     fn mistakes_are_named_without_repeating_a_url() {
         for (text, expected) in [
-            (
-                "contexts: { a: { url: 'x://u:hunter2@h', schem: b } }",
-                "line 1",
-            ),
+            ("contexts: { a: { url: 'x://u:hunter2@h', schem: b } }", "line 1"),
             ("contexts: { a: {} }", "exactly one of url and url_env"),
             ("contexts: { a: { url: x, url_env: Y } }", "exactly one"),
             ("default: b\ncontexts: { a: { url: x } }", "default names b"),
@@ -152,11 +140,6 @@ mod tests {
             assert!(message.contains(expected), "{message}");
             assert!(!message.contains("hunter2"), "{message}");
         }
-        assert!(
-            Contexts::parse("", Path::new("f"))
-                .unwrap()
-                .contexts
-                .is_empty()
-        );
+        assert!(Contexts::parse("", Path::new("f")).unwrap().contexts.is_empty());
     }
 }

@@ -28,39 +28,19 @@ impl From<ExitCode> for std::process::ExitCode {
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
     #[error("{what}: {why}")]
-    Usage {
-        what: String,
-        why: String,
-        todo: String,
-    },
+    Usage { what: String, why: String, todo: String },
 
     #[error("{what}: {why}")]
-    Refused {
-        what: String,
-        why: String,
-        todo: String,
-    },
+    Refused { what: String, why: String, todo: String },
 }
 
 impl CommandError {
     pub fn usage(what: impl Into<String>, why: impl Into<String>, todo: impl Into<String>) -> Self {
-        Self::Usage {
-            what: what.into(),
-            why: why.into(),
-            todo: todo.into(),
-        }
+        Self::Usage { what: what.into(), why: why.into(), todo: todo.into() }
     }
 
-    pub fn refused(
-        what: impl Into<String>,
-        why: impl Into<String>,
-        todo: impl Into<String>,
-    ) -> Self {
-        Self::Refused {
-            what: what.into(),
-            why: why.into(),
-            todo: todo.into(),
-        }
+    pub fn refused(what: impl Into<String>, why: impl Into<String>, todo: impl Into<String>) -> Self {
+        Self::Refused { what: what.into(), why: why.into(), todo: todo.into() }
     }
 }
 
@@ -94,9 +74,9 @@ impl ExitCode {
         match error {
             EngineError::InvalidInput { .. } => Self::Usage,
             EngineError::Unreachable { .. } => Self::Unreachable,
-            EngineError::Refused(_)
-            | EngineError::NotInstalled { .. }
-            | EngineError::WrongVersion { .. } => Self::Refused,
+            EngineError::Refused(_) | EngineError::NotInstalled { .. } | EngineError::WrongVersion { .. } => {
+                Self::Refused
+            }
             EngineError::Migration { .. } | EngineError::Database(_) => Self::Failed,
         }
     }
@@ -111,16 +91,8 @@ mod tests {
 
     #[test]
     fn each_kind_of_error_ends_in_its_documented_code() {
-        let unreachable = EngineError::Unreachable {
-            target: "t".into(),
-            why: "w".into(),
-            source: None,
-        };
-        let wrong_version = EngineError::WrongVersion {
-            schema: "awa".into(),
-            found: 1,
-            wanted: 2,
-        };
+        let unreachable = EngineError::Unreachable { target: "t".into(), why: "w".into(), source: None };
+        let wrong_version = EngineError::WrongVersion { schema: "awa".into(), found: 1, wanted: 2 };
         let cases: [(anyhow::Error, u8); 8] = [
             (anyhow::anyhow!("anything else"), 1),
             (EngineError::invalid("f", "m").into(), 2),
@@ -128,21 +100,13 @@ mod tests {
             (unreachable.into(), 3),
             (EngineError::from(Refusal::new("w", "y", "t")).into(), 4),
             (wrong_version.into(), 4),
-            (
-                EngineError::NotInstalled {
-                    schema: "awa".into(),
-                }
-                .into(),
-                4,
-            ),
+            (EngineError::NotInstalled { schema: "awa".into() }.into(), 4),
             (CommandError::refused("w", "y", "t").into(), 4),
         ];
         for (error, code) in cases {
             assert_eq!(ExitCode::of(&error) as u8, code, "{error}");
         }
-        let wrapped = Err::<(), _>(EngineError::invalid("f", "m"))
-            .context("while reading the file")
-            .unwrap_err();
+        let wrapped = Err::<(), _>(EngineError::invalid("f", "m")).context("while reading the file").unwrap_err();
         assert_eq!(ExitCode::of(&wrapped), ExitCode::Usage);
     }
 }

@@ -24,9 +24,7 @@ pub fn start(global: &GlobalArgs) {
         _ => LevelFilter::TRACE,
     };
     let filter = match std::env::var("AWACTL_LOG") {
-        Ok(text) if !text.is_empty() => EnvFilter::builder()
-            .with_default_directive(level.into())
-            .parse_lossy(text),
+        Ok(text) if !text.is_empty() => EnvFilter::builder().with_default_directive(level.into()).parse_lossy(text),
         // Libraries may log what they send; only our own messages by default.
         _ => EnvFilter::new(format!("awactl={level}")),
     };

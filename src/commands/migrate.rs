@@ -55,9 +55,7 @@ async fn apply(context: &Context) -> anyhow::Result<ExitCode> {
     })
     .await?;
     session.close().await;
-    context
-        .output
-        .print(&Applied::from(outcome), Applied::table)?;
+    context.output.print(&Applied::from(outcome), Applied::table)?;
     Ok(ExitCode::Done)
 }
 
@@ -81,22 +79,13 @@ impl From<Outcome> for Applied {
 
 impl Applied {
     fn table(&self) -> Table {
-        let Outcome {
-            schema,
-            schema_version,
-            from_version,
-            ..
-        } = &self.outcome;
+        let Outcome { schema, schema_version, from_version, .. } = &self.outcome;
         let result = match (self.action, from_version) {
             ("up_to_date", _) => "up to date".to_owned(),
             (_, Some(from)) => format!("updated from version {from}"),
             (action, None) => action.to_owned(),
         };
-        Table::facts([
-            ("schema", schema.clone()),
-            ("version", schema_version.to_string()),
-            ("result", result),
-        ])
+        Table::facts([("schema", schema.clone()), ("version", schema_version.to_string()), ("result", result)])
     }
 }
 
@@ -150,12 +139,7 @@ fn plan_table(plan: &Plan) -> Table {
         ("to version", plan.to_version.to_string()),
     ];
     facts.extend(plan.steps.iter().map(|step| {
-        let text = format!(
-            "{} {} ({} files)",
-            step.version,
-            step.name,
-            step.files.len()
-        );
+        let text = format!("{} {} ({} files)", step.version, step.name, step.files.len());
         ("step", text)
     }));
     facts.extend(plan.blockers.iter().map(|b| ("blocked", b.why.clone())));

@@ -64,12 +64,7 @@ pub struct GlobalArgs {
     pub schema: Option<String>,
 
     /// Named target from $XDG_CONFIG_HOME/awactl/config.yaml
-    #[arg(
-        long,
-        global = true,
-        value_name = "NAME",
-        conflicts_with = "database_url"
-    )]
+    #[arg(long, global = true, value_name = "NAME", conflicts_with = "database_url")]
     pub context: Option<String>,
 
     /// How results are written to standard output
@@ -96,11 +91,7 @@ pub struct GlobalArgs {
 fn version() -> &'static str {
     // clap wants a text that lives for ever; this one is made once.
     static VERSION: std::sync::LazyLock<String> = std::sync::LazyLock::new(|| {
-        format!(
-            "{} (schema version {})",
-            env!("CARGO_PKG_VERSION"),
-            crate::engine::migrations::LATEST
-        )
+        format!("{} (schema version {})", env!("CARGO_PKG_VERSION"), crate::engine::migrations::LATEST)
     });
     &VERSION
 }
@@ -108,9 +99,8 @@ fn version() -> &'static str {
 /// A usage error repeats the argument it did not expect, and that may be a database URL given
 /// without its flag. Returns the text to show instead, if there is such an argument.
 fn without_secrets(text: &str, arguments: impl Iterator<Item = String>) -> Option<String> {
-    let secret = |argument: &String| {
-        argument.contains("password=") || (argument.contains("://") && argument.contains('@'))
-    };
+    let secret =
+        |argument: &String| argument.contains("password=") || (argument.contains("://") && argument.contains('@'));
     let mut hidden = None;
     for argument in arguments.filter(secret) {
         let current = hidden.as_deref().unwrap_or(text);
@@ -147,10 +137,7 @@ pub fn main() -> std::process::ExitCode {
     };
     logging::start(&cli.global);
     let context = Context::new(cli.global);
-    let runtime = match tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .build()
-    {
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => return context.fail(&error.into()).into(),
     };
@@ -174,13 +161,7 @@ mod tests {
         let url = "postgres://u:hunter2@h/db".to_owned();
         let text = format!("unexpected argument '{url}'");
         let shown = super::without_secrets(&text, [url].into_iter());
-        assert_eq!(
-            shown.as_deref(),
-            Some("unexpected argument '(database URL)'")
-        );
-        assert_eq!(
-            super::without_secrets("x", ["y".to_owned()].into_iter()),
-            None
-        );
+        assert_eq!(shown.as_deref(), Some("unexpected argument '(database URL)'"));
+        assert_eq!(super::without_secrets("x", ["y".to_owned()].into_iter()), None);
     }
 }

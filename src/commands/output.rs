@@ -66,10 +66,7 @@ pub struct Output {
 
 impl Output {
     pub fn new(format: Format, color: Color) -> Self {
-        Self {
-            format,
-            color: color.enabled(io::stdout().is_terminal()),
-        }
+        Self { format, color: color.enabled(io::stdout().is_terminal()) }
     }
 
     pub fn format(&self) -> Format {
@@ -82,11 +79,7 @@ impl Output {
     }
 
     /// Prints `data`; `table` is only asked when people read it.
-    pub fn print<T: Serialize>(
-        &self,
-        data: &T,
-        table: impl FnOnce(&T) -> Table,
-    ) -> anyhow::Result<()> {
+    pub fn print<T: Serialize>(&self, data: &T, table: impl FnOnce(&T) -> Table) -> anyhow::Result<()> {
         let mut text = match self.format {
             Format::Table => table(data).render(self.color),
             Format::Json => serde_json::to_string_pretty(data)?,
@@ -122,14 +115,8 @@ impl Table {
         let mut inner = comfy_table::Table::new();
         let terminal = io::stdout().is_terminal();
         // Pseudo-terminals of CI systems often say that they are 0 columns wide.
-        let width = inner
-            .width()
-            .filter(|width| terminal && *width >= 40)
-            .unwrap_or(PIPED_WIDTH);
-        inner
-            .load_style(presets::NOTHING)
-            .set_content_arrangement(ContentArrangement::Dynamic)
-            .set_width(width);
+        let width = inner.width().filter(|width| terminal && *width >= 40).unwrap_or(PIPED_WIDTH);
+        inner.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic).set_width(width);
         Self {
             inner,
             header: header.iter().map(|name| (*name).to_owned()).collect(),
@@ -162,11 +149,7 @@ impl Table {
     pub fn row<C: Into<String>>(&mut self, cells: impl IntoIterator<Item = C>) -> &mut Self {
         let cells = cells.into_iter().enumerate().map(|(column, cell)| {
             let cell = Cell::new(cell.into());
-            if self.numbers.contains(&column) {
-                cell.set_alignment(CellAlignment::Right)
-            } else {
-                cell
-            }
+            if self.numbers.contains(&column) { cell.set_alignment(CellAlignment::Right) } else { cell }
         });
         self.inner.add_row(Row::from(cells.collect::<Vec<_>>()));
         self.rows += 1;
@@ -291,30 +274,19 @@ mod tests {
     #[test]
     fn piped_tables_stay_within_80_columns() {
         let mut table = Table::new(&["name", "rows", "why"]).numbers(&[1]);
-        table.row([
-            "ready_entries".to_owned(),
-            thousands(1_234_567),
-            "long ".repeat(40),
-        ]);
+        table.row(["ready_entries".to_owned(), thousands(1_234_567), "long ".repeat(40)]);
         let text = table.render(false);
-        assert!(
-            text.lines().all(|line| line.chars().count() <= 80),
-            "{text}"
-        );
+        assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
         assert!(text.contains("1,234,567"), "{text}");
         assert!(!text.contains('\u{1b}'), "{text}");
     }
 
     #[test]
     fn the_last_color_argument_counts() {
-        let color =
-            |arguments: &[&str]| Color::from_arguments(arguments.iter().map(OsString::from));
+        let color = |arguments: &[&str]| Color::from_arguments(arguments.iter().map(OsString::from));
         assert_eq!(color(&["x"]), Color::Auto);
         assert_eq!(color(&["x", "--color", "never"]), Color::Never);
-        assert_eq!(
-            color(&["x", "--color=never", "--color=always"]),
-            Color::Always
-        );
+        assert_eq!(color(&["x", "--color=never", "--color=always"]), Color::Always);
         assert_eq!(color(&["x", "--", "--color=never"]), Color::Auto);
     }
 }

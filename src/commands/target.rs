@@ -94,10 +94,7 @@ fn choose(global: &GlobalArgs, access: Access, env: Env<'_>) -> anyhow::Result<S
         .into()),
         (None, None, Access::Read) => Err(CommandError::usage(
             "no database was named",
-            format!(
-                "there are several contexts and no default: {}",
-                contexts.names()
-            ),
+            format!("there are several contexts and no default: {}", contexts.names()),
             "say which with --context NAME, or add `default: NAME` to the contexts file",
         )
         .into()),
@@ -106,10 +103,7 @@ fn choose(global: &GlobalArgs, access: Access, env: Env<'_>) -> anyhow::Result<S
 
 fn named(contexts: &Contexts, name: &str) -> anyhow::Result<Source> {
     match contexts.contexts.get(name) {
-        Some(context) => Ok(Source::Named {
-            name: name.to_owned(),
-            context: context.clone(),
-        }),
+        Some(context) => Ok(Source::Named { name: name.to_owned(), context: context.clone() }),
         None => Err(CommandError::usage(
             format!("there is no context {name}"),
             match contexts.names() {

@@ -84,9 +84,7 @@ impl Claim {
     ) -> Result<Claims> {
         let deadline = options.deadline.map(|d| d.as_secs_f64());
         let limit = limit.min(MAX_CLAIM) as i32;
-        let rows = client
-            .query(&self.statement, &[&&**queue, &limit, &deadline, &claimed_by, &options.probe])
-            .await?;
+        let rows = client.query(&self.statement, &[&&**queue, &limit, &deadline, &claimed_by, &options.probe]).await?;
         let mut claims = Claims::default();
         for row in &rows {
             if row.try_get::<_, Option<i64>>(0)?.is_none() {

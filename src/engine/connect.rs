@@ -55,10 +55,7 @@ pub async fn connect(target: &Target) -> Result<Session> {
 
 /// Like [`connect`], with the server's notifications and notices sent to the channel; it is
 /// closed when the connection ends.
-pub async fn connect_with_messages(
-    target: &Target,
-    messages: UnboundedSender<AsyncMessage>,
-) -> Result<Session> {
+pub async fn connect_with_messages(target: &Target, messages: UnboundedSender<AsyncMessage>) -> Result<Session> {
     connect_with(target, Some(messages)).await
 }
 
@@ -80,9 +77,7 @@ async fn connect_with(target: &Target, messages: Messages) -> Result<Session> {
         for spec in &hosts {
             let attempt = connect_host(target, spec, *wanted, &messages);
             let outcome = match target.timeout {
-                Some(limit) => tokio::time::timeout(limit, attempt)
-                    .await
-                    .unwrap_or_else(|_| Err(Miss::Slow(limit))),
+                Some(limit) => tokio::time::timeout(limit, attempt).await.unwrap_or_else(|_| Err(Miss::Slow(limit))),
                 None => attempt.await,
             };
             match outcome {
@@ -133,16 +128,10 @@ async fn connect_host(
     for tls in attempts {
         config.ssl_mode(*tls);
         let outcome = if *tls == WireTls::Disable {
-            config
-                .connect(NoTls)
-                .await
-                .map(|(client, connection)| session(client, connection, messages))
+            config.connect(NoTls).await.map(|(client, connection)| session(client, connection, messages))
         } else {
             let connector = target.tls.connector().map_err(Miss::Invalid)?;
-            config
-                .connect(connector)
-                .await
-                .map(|(client, connection)| session(client, connection, messages))
+            config.connect(connector).await.map(|(client, connection)| session(client, connection, messages))
         };
         match outcome {
             Ok(session) => {
@@ -169,10 +158,7 @@ async fn check_role(session: &Session, wanted: SessionAttrs) -> Result<(), Miss>
         return Ok(());
     }
     let row = session
-        .query_one(
-            "SELECT pg_is_in_recovery(), current_setting('transaction_read_only') = 'on'",
-            &[],
-        )
+        .query_one("SELECT pg_is_in_recovery(), current_setting('transaction_read_only') = 'on'", &[])
         .await
         .map_err(Miss::Failed)?;
     let (standby, read_only): (bool, bool) = (row.get(0), row.get(1));

@@ -41,10 +41,8 @@ const KEYWORDS: &[(&str, Option<&str>)] = &[
 ];
 
 /// libpq's spellings and settings that change nothing here (no GSSAPI, always UTF8).
-const ALIASES: &[(&str, &str)] = &[
-    ("keepalives_count", "keepalives_retries"),
-    ("fallback_application_name", "application_name"),
-];
+const ALIASES: &[(&str, &str)] =
+    &[("keepalives_count", "keepalives_retries"), ("fallback_application_name", "application_name")];
 const WITHOUT_EFFECT: &[&str] = &["client_encoding", "gssencmode", "sslcompression"];
 
 /// Any of these set means the environment names a database.
@@ -59,15 +57,10 @@ impl ConnInfo {
     pub fn parse(text: &str) -> Result<Self> {
         let text = text.trim();
         let mut info = Self::default();
-        if let Some(rest) = text
-            .strip_prefix("postgres://")
-            .or_else(|| text.strip_prefix("postgresql://"))
-        {
+        if let Some(rest) = text.strip_prefix("postgres://").or_else(|| text.strip_prefix("postgresql://")) {
             info.parse_url(rest)?;
         } else if text.contains("://") && !text.contains('=') {
-            return Err(invalid(
-                "a URL starts with postgres:// or postgresql://; key=value pairs are allowed too",
-            ));
+            return Err(invalid("a URL starts with postgres:// or postgresql://; key=value pairs are allowed too"));
         } else if text.contains('=') {
             info.parse_pairs(text)?;
         } else {
@@ -104,16 +97,10 @@ impl ConnInfo {
         if WITHOUT_EFFECT.contains(&keyword) {
             return Ok(());
         }
-        let keyword = ALIASES
-            .iter()
-            .find(|(alias, _)| *alias == keyword)
-            .map_or(keyword, |(_, real)| real);
+        let keyword = ALIASES.iter().find(|(alias, _)| *alias == keyword).map_or(keyword, |(_, real)| real);
         let Some((known, _)) = KEYWORDS.iter().find(|(known, _)| *known == keyword) else {
             let known: Vec<_> = KEYWORDS.iter().map(|(known, _)| *known).collect();
-            return Err(invalid(format!(
-                "{place} is not a known keyword; allowed are {}",
-                known.join(", ")
-            )));
+            return Err(invalid(format!("{place} is not a known keyword; allowed are {}", known.join(", "))));
         };
         self.values.insert(known, value);
         Ok(())
@@ -170,9 +157,8 @@ impl ConnInfo {
         let (mut hosts, mut ports) = (Vec::new(), Vec::new());
         for part in text.split(',') {
             let (host, port) = if let Some(rest) = part.strip_prefix('[') {
-                let (host, rest) = rest
-                    .split_once(']')
-                    .ok_or_else(|| invalid("an IPv6 address needs a closing ']'"))?;
+                let (host, rest) =
+                    rest.split_once(']').ok_or_else(|| invalid("an IPv6 address needs a closing ']'"))?;
                 (host, rest.strip_prefix(':').unwrap_or(""))
             } else {
                 part.split_once(':').unwrap_or((part, ""))
@@ -203,9 +189,7 @@ impl ConnInfo {
             }
             while chars.next_if(|c| c.is_whitespace()).is_some() {}
             if chars.next() != Some('=') {
-                return Err(invalid(format!(
-                    "{place} has no '='; a value with spaces must be in single quotes"
-                )));
+                return Err(invalid(format!("{place} has no '='; a value with spaces must be in single quotes")));
             }
             while chars.next_if(|c| c.is_whitespace()).is_some() {}
             let quoted = chars.next_if_eq(&'\'').is_some();
@@ -256,13 +240,7 @@ fn percent_decode(text: &str) -> Result<String> {
 }
 
 /// The password file's answer for one host, if the file may be trusted.
-pub fn password_from_file(
-    path: Option<PathBuf>,
-    host: &str,
-    port: u16,
-    dbname: &str,
-    user: &str,
-) -> Option<String> {
+pub fn password_from_file(path: Option<PathBuf>, host: &str, port: u16, dbname: &str, user: &str) -> Option<String> {
     let path = path?;
     let text = std::fs::read_to_string(&path).ok()?;
     if readable_by_others(&path) {
@@ -278,10 +256,7 @@ pub fn password_from_file(
         .map(split_passfile_line)
         .find(|fields| {
             fields.len() == 5
-                && [host, &port, dbname, user]
-                    .iter()
-                    .zip(fields)
-                    .all(|(wanted, field)| field == "*" || field == wanted)
+                && [host, &port, dbname, user].iter().zip(fields).all(|(wanted, field)| field == "*" || field == wanted)
         })
         .map(|mut fields| fields.remove(4))
 }
@@ -316,14 +291,11 @@ mod tests {
 
     #[test]
     fn urls_are_read_with_all_their_parts() {
-        let info = ConnInfo::parse(
-            "postgresql://u%40x:p%2Fw@a:1,[::1]:2,c/d%20b?sslmode=verify-full&host_=",
-        );
+        let info = ConnInfo::parse("postgresql://u%40x:p%2Fw@a:1,[::1]:2,c/d%20b?sslmode=verify-full&host_=");
         assert!(info.is_err(), "an unknown parameter must be refused");
-        let info = ConnInfo::parse(
-            "postgresql://u%40x:p%2Fw@a:1,[::1]:2,c/d%20b?sslmode=verify-full&options=-c%20x%3D1",
-        )
-        .unwrap();
+        let info =
+            ConnInfo::parse("postgresql://u%40x:p%2Fw@a:1,[::1]:2,c/d%20b?sslmode=verify-full&options=-c%20x%3D1")
+                .unwrap();
         for (keyword, value) in [
             ("user", "u@x"),
             ("password", "p/w"),
@@ -343,8 +315,7 @@ mod tests {
 
     #[test]
     fn pairs_are_read_with_quotes_and_escapes() {
-        let info =
-            ConnInfo::parse(r"host = a,b port=1 password='it\'s a \\ one' dbname=x\ y").unwrap();
+        let info = ConnInfo::parse(r"host = a,b port=1 password='it\'s a \\ one' dbname=x\ y").unwrap();
         assert_eq!(info.get("password"), Some(r"it's a \ one"));
         assert_eq!(info.get("dbname"), Some("x y"));
         assert_eq!(info.get("host"), Some("a,b"));
@@ -391,10 +362,7 @@ mod tests {
 
     #[test]
     fn password_file_lines_match_like_libpq() {
-        assert_eq!(
-            split_passfile_line(r"h\:1:5432:*:me:pa:ss\\word"),
-            ["h:1", "5432", "*", "me", r"pa:ss\word"]
-        );
+        assert_eq!(split_passfile_line(r"h\:1:5432:*:me:pa:ss\\word"), ["h:1", "5432", "*", "me", r"pa:ss\word"]);
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("pass");
         std::fs::write(&path, "# no\nother:*:*:*:x\n*:5432:db:me:secret\n").unwrap();

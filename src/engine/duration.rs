@@ -22,14 +22,10 @@ pub enum DurationError {
 
 /// Reads a duration of one or more `<number><unit>` groups; a bare number has no unit and is refused.
 pub fn parse(text: &str) -> Result<Duration, DurationError> {
-    let parsed = humantime::parse_duration(text).map_err(|error| DurationError::Syntax {
-        text: text.to_owned(),
-        reason: error.to_string(),
-    })?;
+    let parsed = humantime::parse_duration(text)
+        .map_err(|error| DurationError::Syntax { text: text.to_owned(), reason: error.to_string() })?;
     if parsed > MAX {
-        return Err(DurationError::TooLong {
-            text: text.to_owned(),
-        });
+        return Err(DurationError::TooLong { text: text.to_owned() });
     }
     Ok(parsed)
 }
@@ -63,9 +59,7 @@ impl Visitor<'_> for DurationVisitor {
 
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Duration, E> {
         match parse(text) {
-            Ok(Duration::ZERO) if !self.zero => {
-                Err(E::custom(format!("`{text}`: must be longer than zero")))
-            }
+            Ok(Duration::ZERO) if !self.zero => Err(E::custom(format!("`{text}`: must be longer than zero"))),
             parsed => parsed.map_err(E::custom),
         }
     }
@@ -77,29 +71,16 @@ mod tests {
 
     #[test]
     fn reads_what_people_write() {
-        for (text, millis) in [
-            ("250ms", 250),
-            ("30s", 30_000),
-            ("5m", 300_000),
-            ("1h30m", 5_400_000),
-            ("2d", 172_800_000),
-            ("0s", 0),
-        ] {
+        for (text, millis) in
+            [("250ms", 250), ("30s", 30_000), ("5m", 300_000), ("1h30m", 5_400_000), ("2d", 172_800_000), ("0s", 0)]
+        {
             assert_eq!(parse(text), Ok(Duration::from_millis(millis)), "{text}");
         }
     }
 
     #[test]
     fn refuses_what_has_no_unit_no_number_or_no_end() {
-        for text in [
-            "",
-            "30",
-            "s",
-            "-5s",
-            "5 parsecs",
-            "99999999999999999999s",
-            "4000d",
-        ] {
+        for text in ["", "30", "s", "-5s", "5 parsecs", "99999999999999999999s", "4000d"] {
             let error = parse(text).unwrap_err().to_string();
             assert!(error.contains(&format!("`{text}`")), "{error}");
         }

@@ -79,13 +79,22 @@ impl NewJob {
             return Err(EngineError::invalid("priority", format!("it must be 1 (first) to 4, not {}", self.priority)));
         }
         if !(1..=1000).contains(&self.max_attempts) {
-            return Err(EngineError::invalid("max_attempts", format!("it must be 1 to 1000, not {}", self.max_attempts)));
+            return Err(EngineError::invalid(
+                "max_attempts",
+                format!("it must be 1 to 1000, not {}", self.max_attempts),
+            ));
         }
         if self.tags.len() > MAX_TAGS {
-            return Err(EngineError::invalid("tags", format!("there may be at most {MAX_TAGS}, not {}", self.tags.len())));
+            return Err(EngineError::invalid(
+                "tags",
+                format!("there may be at most {MAX_TAGS}, not {}", self.tags.len()),
+            ));
         }
         if let Some(tag) = self.tags.iter().find(|t| t.contains('\0')) {
-            return Err(EngineError::invalid("tags", format!("{tag:?} contains U+0000, which PostgreSQL cannot store")));
+            return Err(EngineError::invalid(
+                "tags",
+                format!("{tag:?} contains U+0000, which PostgreSQL cannot store"),
+            ));
         }
         if let Some(metadata) = &self.metadata
             && !metadata.as_str().trim_start().starts_with('{')
@@ -123,8 +132,9 @@ pub struct BulkEnqueue {
 impl BulkEnqueue {
     /// Prepares them on `client`.
     pub async fn prepare(client: &Client, schema: &Schema) -> Result<Self> {
-        let reserve = schema
-            .render("SELECT lane_id, ready_slot, enqueued_at, job_ids, lane_seqs FROM {schema}.enqueue_reserve($1, $2, $3)");
+        let reserve = schema.render(
+            "SELECT lane_id, ready_slot, enqueued_at, job_ids, lane_seqs FROM {schema}.enqueue_reserve($1, $2, $3)",
+        );
         let wake = schema.render("SELECT {schema}.wake_queue(q) FROM unnest($1::text[]) AS q");
         let many = schema.render(
             "SELECT job_id
@@ -274,9 +284,7 @@ impl Reserved {
         } else {
             let start = out.len();
             out.put_i32(0);
-            job.tags
-                .to_sql(&Type::TEXT_ARRAY, out)
-                .map_err(|e| EngineError::invalid("tags", e.to_string()))?;
+            job.tags.to_sql(&Type::TEXT_ARRAY, out).map_err(|e| EngineError::invalid("tags", e.to_string()))?;
             let len = (out.len() - start - 4) as i32;
             out[start..start + 4].copy_from_slice(&len.to_be_bytes());
         }
@@ -306,10 +314,9 @@ fn put_jsonb(out: &mut BytesMut, json: &RawJson) {
 
 fn at_place(error: EngineError, n: usize) -> EngineError {
     match error {
-        EngineError::InvalidInput { field, message } => EngineError::InvalidInput {
-            field: format!("job {}: {field}", n + 1),
-            message,
-        },
+        EngineError::InvalidInput { field, message } => {
+            EngineError::InvalidInput { field: format!("job {}: {field}", n + 1), message }
+        }
         other => other,
     }
 }

@@ -17,11 +17,7 @@ pub struct Refusal {
 
 impl Refusal {
     pub fn new(what: impl Into<String>, why: impl Into<String>, todo: impl Into<String>) -> Self {
-        Self {
-            what: what.into(),
-            why: why.into(),
-            todo: todo.into(),
-        }
+        Self { what: what.into(), why: why.into(), todo: todo.into() }
     }
 }
 
@@ -48,11 +44,7 @@ pub enum EngineError {
     NotInstalled { schema: String },
 
     #[error("schema {schema} has version {found}, this awactl needs {wanted}")]
-    WrongVersion {
-        schema: String,
-        found: i32,
-        wanted: i32,
-    },
+    WrongVersion { schema: String, found: i32, wanted: i32 },
 
     #[error("migration {file} failed at line {line}: {message}")]
     Migration {
@@ -69,10 +61,7 @@ pub enum EngineError {
 
 impl EngineError {
     pub fn invalid(field: impl Into<String>, message: impl Into<String>) -> Self {
-        Self::InvalidInput {
-            field: field.into(),
-            message: message.into(),
-        }
+        Self::InvalidInput { field: field.into(), message: message.into() }
     }
 
     /// Worth trying again with nothing changed (the connection may have to be a new one).
@@ -80,10 +69,9 @@ impl EngineError {
         match self {
             Self::Unreachable { .. } => true,
             Self::Database(source) | Self::Migration { source, .. } => is_transient(source),
-            Self::InvalidInput { .. }
-            | Self::Refused(_)
-            | Self::NotInstalled { .. }
-            | Self::WrongVersion { .. } => false,
+            Self::InvalidInput { .. } | Self::Refused(_) | Self::NotInstalled { .. } | Self::WrongVersion { .. } => {
+                false
+            }
         }
     }
 }
@@ -97,11 +85,7 @@ impl From<Refusal> for EngineError {
 impl From<tokio_postgres::Error> for EngineError {
     fn from(error: tokio_postgres::Error) -> Self {
         if is_connection_loss(&error) {
-            Self::Unreachable {
-                target: "the server".into(),
-                why: chain(&error),
-                source: Some(Box::new(error)),
-            }
+            Self::Unreachable { target: "the server".into(), why: chain(&error), source: Some(Box::new(error)) }
         } else {
             Self::Database(error)
         }
@@ -112,12 +96,7 @@ impl From<tokio_postgres::Error> for EngineError {
 pub fn is_connection_loss(error: &tokio_postgres::Error) -> bool {
     if let Some(code) = error.code() {
         return code.code().starts_with("08")
-            || [
-                SqlState::ADMIN_SHUTDOWN,
-                SqlState::CRASH_SHUTDOWN,
-                SqlState::CANNOT_CONNECT_NOW,
-            ]
-            .contains(code);
+            || [SqlState::ADMIN_SHUTDOWN, SqlState::CRASH_SHUTDOWN, SqlState::CANNOT_CONNECT_NOW].contains(code);
     }
     error.is_closed() || error.source().is_some_and(|e| e.is::<std::io::Error>())
 }

@@ -112,7 +112,13 @@ impl Task {
         }
     }
 
-    async fn pass(self, client: &Client, schema: &Schema, options: &MaintenanceOptions, report: &mut MaintenanceReport) -> Result<()> {
+    async fn pass(
+        self,
+        client: &Client,
+        schema: &Schema,
+        options: &MaintenanceOptions,
+        report: &mut MaintenanceReport,
+    ) -> Result<()> {
         match self {
             Self::Promote => {
                 // As long as there is more, but not so long that the other tasks starve.
@@ -148,7 +154,12 @@ impl Task {
 }
 
 /// The claim ring first: what it proves pruned is the cheapest proof for the queue ring.
-async fn prune_rings(client: &Client, schema: &Schema, options: &MaintenanceOptions, report: &mut MaintenanceReport) -> Result<()> {
+async fn prune_rings(
+    client: &Client,
+    schema: &Schema,
+    options: &MaintenanceOptions,
+    report: &mut MaintenanceReport,
+) -> Result<()> {
     client.query(&schema.render("SELECT {schema}.advance_idle_cursors()"), &[]).await?;
     for (ring, keep) in [(Ring::Claim, 0), (Ring::Queue, options.keep_sealed)] {
         let slots = ring::slots(client, schema, ring).await?;

@@ -21,11 +21,7 @@ impl Migration {
             hash.update(file.sql.as_bytes());
             hash.update([0]);
         }
-        hash.finalize()
-            .iter()
-            .take(16)
-            .map(|byte| format!("{byte:02x}"))
-            .collect()
+        hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
     }
 }
 
@@ -71,15 +67,7 @@ mod tests {
 
     #[test]
     fn versions_only_grow_and_every_migration_has_sql() {
-        assert!(
-            MIGRATIONS
-                .windows(2)
-                .all(|two| two[0].version < two[1].version)
-        );
-        assert!(
-            MIGRATIONS
-                .iter()
-                .all(|m| m.version >= FIRST && !m.files.is_empty())
-        );
+        assert!(MIGRATIONS.windows(2).all(|two| two[0].version < two[1].version));
+        assert!(MIGRATIONS.iter().all(|m| m.version >= FIRST && !m.files.is_empty()));
     }
 }

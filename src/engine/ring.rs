@@ -117,7 +117,8 @@ pub struct Pruned {
 
 /// Truncates one sealed slot if everything in it is proven over.
 pub async fn prune(client: &Client, schema: &Schema, ring: Ring, slot: i16, lock_timeout: Duration) -> Result<Pruned> {
-    let sql = schema.render("SELECT pruned, generation, reason, detail FROM {schema}.prune($1, $2, make_interval(secs => $3))");
+    let sql = schema
+        .render("SELECT pruned, generation, reason, detail FROM {schema}.prune($1, $2, make_interval(secs => $3))");
     let row = client.query_one(&sql, &[&ring.name(), &slot, &lock_timeout.as_secs_f64()]).await?;
     Ok(Pruned {
         ring,

@@ -25,9 +25,7 @@ impl Schema {
             return refuse("a NUL character is not allowed in a name");
         }
         if name.starts_with("pg_") || name == "information_schema" {
-            return refuse(
-                "names starting with pg_ and information_schema belong to PostgreSQL; use any other",
-            );
+            return refuse("names starting with pg_ and information_schema belong to PostgreSQL; use any other");
         }
         Ok(Self(name))
     }
@@ -142,11 +140,7 @@ mod tests {
     fn special_characters_never_reach_the_text_unescaped() {
         let schema = Schema::new("a\"'%$$\\{schema}").unwrap();
         let text = schema.render("{schema}");
-        let inner = text
-            .strip_prefix("U&\"")
-            .unwrap()
-            .strip_suffix('"')
-            .unwrap();
+        let inner = text.strip_prefix("U&\"").unwrap().strip_suffix('"').unwrap();
         assert!(!inner.contains(['"', '\'', '%', '$', '{']), "{inner}");
         assert_eq!(schema.quoted(), "\"a\"\"'%$$\\{schema}\"");
     }

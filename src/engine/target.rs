@@ -110,19 +110,13 @@ impl Target {
             None => SslMode::Prefer,
         };
         if root_cert.as_deref() == Some("system") && mode != SslMode::VerifyFull {
-            return Err(EngineError::invalid(
-                "sslmode",
-                "only verify-full is allowed with sslrootcert=system",
-            ));
+            return Err(EngineError::invalid("sslmode", "only verify-full is allowed with sslrootcert=system"));
         }
         let client_cert = match (info.get("sslcert"), info.get("sslkey")) {
             (Some(cert), Some(key)) => Some((cert.into(), key.into())),
             (None, None) => None,
             _ => {
-                return Err(EngineError::invalid(
-                    "sslcert",
-                    "sslcert and sslkey must be given together",
-                ));
+                return Err(EngineError::invalid("sslcert", "sslcert and sslkey must be given together"));
             }
         };
         Ok(Self {
@@ -204,24 +198,14 @@ impl fmt::Debug for Target {
 }
 
 fn hosts(info: &ConnInfo) -> Result<Vec<HostSpec>> {
-    let list = |keyword| -> Vec<&str> {
-        info.get(keyword)
-            .map(|text| text.split(',').collect())
-            .unwrap_or_default()
-    };
+    let list = |keyword| -> Vec<&str> { info.get(keyword).map(|text| text.split(',').collect()).unwrap_or_default() };
     let (names, addrs, ports) = (list("host"), list("hostaddr"), list("port"));
     let count = names.len().max(addrs.len()).max(1);
     if !names.is_empty() && !addrs.is_empty() && names.len() != addrs.len() {
-        return Err(EngineError::invalid(
-            "hostaddr",
-            "as many addresses as hosts are needed",
-        ));
+        return Err(EngineError::invalid("hostaddr", "as many addresses as hosts are needed"));
     }
     if ports.len() > 1 && ports.len() != count {
-        return Err(EngineError::invalid(
-            "port",
-            "one port, or as many as hosts, are needed",
-        ));
+        return Err(EngineError::invalid("port", "one port, or as many as hosts, are needed"));
     }
     (0..count)
         .map(|index| {
@@ -257,9 +241,7 @@ fn default_host(port: u16) -> String {
 
 fn tcp_settings(config: &mut Config, info: &ConnInfo) -> Result<()> {
     let seconds = |keyword| -> Result<Option<Duration>> {
-        info.get(keyword)
-            .map(|text| number(keyword, "whole seconds", text).map(Duration::from_secs))
-            .transpose()
+        info.get(keyword).map(|text| number(keyword, "whole seconds", text).map(Duration::from_secs)).transpose()
     };
     if let Some(text) = info.get("keepalives") {
         config.keepalives(one_of("keepalives", text, &[("0", false), ("1", true)])?);
@@ -282,21 +264,14 @@ fn tcp_settings(config: &mut Config, info: &ConnInfo) -> Result<()> {
         config.channel_binding(one_of(
             "channel_binding",
             text,
-            &[
-                ("disable", Binding::Disable),
-                ("prefer", Binding::Prefer),
-                ("require", Binding::Require),
-            ],
+            &[("disable", Binding::Disable), ("prefer", Binding::Prefer), ("require", Binding::Require)],
         )?);
     }
     if let Some(text) = info.get("sslnegotiation") {
         config.ssl_negotiation(one_of(
             "sslnegotiation",
             text,
-            &[
-                ("postgres", SslNegotiation::Postgres),
-                ("direct", SslNegotiation::Direct),
-            ],
+            &[("postgres", SslNegotiation::Postgres), ("direct", SslNegotiation::Direct)],
         )?);
     }
     Ok(())
@@ -318,20 +293,14 @@ fn session_attrs(text: Option<&str>) -> Result<SessionAttrs> {
 }
 
 fn one_of<T: Copy>(field: &str, text: &str, allowed: &[(&str, T)]) -> Result<T> {
-    allowed
-        .iter()
-        .find(|(name, _)| *name == text)
-        .map(|(_, value)| *value)
-        .ok_or_else(|| {
-            let names: Vec<_> = allowed.iter().map(|(name, _)| *name).collect();
-            EngineError::invalid(field, format!("allowed are {}", names.join(", ")))
-        })
+    allowed.iter().find(|(name, _)| *name == text).map(|(_, value)| *value).ok_or_else(|| {
+        let names: Vec<_> = allowed.iter().map(|(name, _)| *name).collect();
+        EngineError::invalid(field, format!("allowed are {}", names.join(", ")))
+    })
 }
 
 fn number<T: std::str::FromStr>(field: &str, allowed: &str, text: &str) -> Result<T> {
-    text.trim()
-        .parse()
-        .map_err(|_| EngineError::invalid(field, format!("{allowed} is allowed")))
+    text.trim().parse().map_err(|_| EngineError::invalid(field, format!("{allowed} is allowed")))
 }
 
 fn os_user() -> Result<String> {
@@ -374,14 +343,7 @@ mod tests {
 
     #[test]
     fn every_sslmode_of_libpq_is_taken() {
-        for mode in [
-            "disable",
-            "allow",
-            "prefer",
-            "require",
-            "verify-ca",
-            "verify-full",
-        ] {
+        for mode in ["disable", "allow", "prefer", "require", "verify-ca", "verify-full"] {
             let target = parse(&format!("host=h user=u sslmode={mode}")).unwrap();
             assert_eq!(target.tls.mode.to_string(), mode);
         }
@@ -398,18 +360,12 @@ mod tests {
             ("host=a,b,c user=u port=1,2", "port"),
             ("host=a,b hostaddr=1.1.1.1 user=u", "hostaddr"),
             ("host=h user=u sslmode=on", "sslmode"),
-            (
-                "host=h user=u target_session_attrs=rw",
-                "target_session_attrs",
-            ),
+            ("host=h user=u target_session_attrs=rw", "target_session_attrs"),
             ("host=h user=u connect_timeout=soon", "connect_timeout"),
             ("host=h user=u sslcert=x", "sslcert"),
         ] {
             let message = parse(text).unwrap_err().to_string();
-            assert!(
-                message.starts_with(&format!("{field} is not valid: ")),
-                "{message}"
-            );
+            assert!(message.starts_with(&format!("{field} is not valid: ")), "{message}");
         }
     }
 

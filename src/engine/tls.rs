@@ -41,16 +41,9 @@ impl FromStr for SslMode {
     type Err = EngineError;
 
     fn from_str(text: &str) -> Result<Self> {
-        Self::NAMES
-            .iter()
-            .find(|(name, _)| *name == text)
-            .map(|(_, mode)| *mode)
-            .ok_or_else(|| {
-                EngineError::invalid(
-                    "sslmode",
-                    "allowed are disable, allow, prefer, require, verify-ca, verify-full",
-                )
-            })
+        Self::NAMES.iter().find(|(name, _)| *name == text).map(|(_, mode)| *mode).ok_or_else(|| {
+            EngineError::invalid("sslmode", "allowed are disable, allow, prefer, require, verify-ca, verify-full")
+        })
     }
 }
 
@@ -92,11 +85,7 @@ impl TlsOptions {
         };
         let verifier = Verifier {
             check,
-            trusted: if check == Check::Nothing {
-                Vec::new()
-            } else {
-                self.trusted()?
-            },
+            trusted: if check == Check::Nothing { Vec::new() } else { self.trusted()? },
             provider: provider.clone(),
         }
         .with_roots()?;
@@ -110,8 +99,7 @@ impl TlsOptions {
             Some((cert, key)) => builder
                 .with_client_auth_cert(
                     read_certs("sslcert", cert)?,
-                    PrivateKeyDer::from_pem_file(key)
-                        .map_err(|error| unreadable("sslkey", key, &error))?,
+                    PrivateKeyDer::from_pem_file(key).map_err(|error| unreadable("sslkey", key, &error))?,
                 )
                 .map_err(|error| EngineError::invalid("sslcert", error.to_string()))?,
         };
@@ -135,28 +123,19 @@ fn read_certs(field: &str, path: &Path) -> Result<Vec<CertificateDer<'static>>> 
         .and_then(Iterator::collect)
         .map_err(|error| unreadable(field, path, &error))?;
     if certs.is_empty() {
-        return Err(EngineError::invalid(
-            field,
-            format!("{} holds no PEM certificate", path.display()),
-        ));
+        return Err(EngineError::invalid(field, format!("{} holds no PEM certificate", path.display())));
     }
     Ok(certs)
 }
 
 fn unreadable(field: &str, path: &Path, error: &dyn fmt::Display) -> EngineError {
-    EngineError::invalid(
-        field,
-        format!("a readable PEM file is needed, {}: {error}", path.display()),
-    )
+    EngineError::invalid(field, format!("a readable PEM file is needed, {}: {error}", path.display()))
 }
 
 fn native_certs() -> Result<Vec<CertificateDer<'static>>> {
     let found = rustls_native_certs::load_native_certs();
     if found.certs.is_empty() {
-        return Err(EngineError::invalid(
-            "sslrootcert",
-            "the system's certificate store is empty; name a PEM file",
-        ));
+        return Err(EngineError::invalid("sslrootcert", "the system's certificate store is empty; name a PEM file"));
     }
     Ok(found.certs)
 }
@@ -201,11 +180,7 @@ impl ServerCertVerifier for VerifierWithRoots {
         _ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
-        let Verifier {
-            check,
-            trusted,
-            provider,
-        } = &self.inner;
+        let Verifier { check, trusted, provider } = &self.inner;
         if *check == Check::Nothing {
             return Ok(ServerCertVerified::assertion());
         }
@@ -248,9 +223,6 @@ impl ServerCertVerifier for VerifierWithRoots {
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.inner
-            .provider
-            .signature_verification_algorithms
-            .supported_schemes()
+        self.inner.provider.signature_verification_algorithms.supported_schemes()
     }
 }

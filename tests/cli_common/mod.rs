@@ -58,11 +58,7 @@ impl Server {
     /// Trusts its unix socket; over TCP, users `tlsonly` and `plainonly` get in one way each
     /// and everybody else needs a password.
     pub fn start(standby: bool) -> Self {
-        let dir = tempfile::Builder::new()
-            .prefix("awactl-pg-")
-            .tempdir_in("/tmp")
-            .unwrap()
-            .keep();
+        let dir = tempfile::Builder::new().prefix("awactl-pg-").tempdir_in("/tmp").unwrap().keep();
         let owner = User::from_name("postgres").ok().flatten();
         let drop_to = owner.filter(|_| Uid::effective().is_root());
         let give = |path: &Path| {
@@ -82,18 +78,7 @@ impl Server {
         let bin = bin_dir();
         run(
             bin.join("initdb"),
-            &[
-                "-D",
-                "data",
-                "-U",
-                "postgres",
-                "-A",
-                "trust",
-                "-E",
-                "UTF8",
-                "--locale=C",
-                "--no-sync",
-            ],
+            &["-D", "data", "-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync"],
         );
         let data = dir.join("data");
         certificates(&data);
@@ -114,21 +99,14 @@ impl Server {
             fs::write(data.join("standby.signal"), "").unwrap();
             give(&data.join("standby.signal"));
         }
-        let port = std::net::TcpListener::bind("127.0.0.1:0")
-            .unwrap()
-            .local_addr()
-            .unwrap()
-            .port();
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let options = format!(
             "-c port={port} -c unix_socket_directories={} -c ssl=on -c fsync=off \
              -c listen_addresses=127.0.0.1",
             dir.display()
         );
         let pg_ctl = bin.join("pg_ctl");
-        run(
-            pg_ctl.clone(),
-            &["start", "-w", "-D", "data", "-l", "log", "-o", &options],
-        );
+        run(pg_ctl.clone(), &["start", "-w", "-D", "data", "-l", "log", "-o", &options]);
         // Statics are never dropped, but the end of this process closes the pipe, and that stops
         // the server.
         let mut watch = Command::new("sh");
@@ -139,10 +117,7 @@ impl Server {
             pg_ctl.to_str().unwrap(),
             dir.to_str().unwrap(),
         ]);
-        watch
-            .stdin(Stdio::piped())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null());
+        watch.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         if let Some(user) = &drop_to {
             watch.uid(user.uid.as_raw()).gid(user.gid.as_raw());
         }
@@ -152,45 +127,24 @@ impl Server {
 
     pub fn url(&self, user: &str, database: &str) -> String {
         let dir = self.dir.to_str().unwrap();
-        format!(
-            "postgres://{user}@/{database}?host={dir}&port={}",
-            self.port
-        )
+        format!("postgres://{user}@/{database}?host={dir}&port={}", self.port)
     }
 
     pub fn sql(&self, database: &str, sql: &str) -> String {
         let output = Command::new(bin_dir().join("psql"))
-            .args([
-                "-XAtq",
-                "-v",
-                "ON_ERROR_STOP=1",
-                "-d",
-                &self.url("postgres", database),
-                "-c",
-                sql,
-            ])
+            .args(["-XAtq", "-v", "ON_ERROR_STOP=1", "-d", &self.url("postgres", database), "-c", sql])
             .output()
             .unwrap();
         let text = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-        assert!(
-            output.status.success(),
-            "{sql}: {}",
-            String::from_utf8_lossy(&output.stderr)
-        );
+        assert!(output.status.success(), "{sql}: {}", String::from_utf8_lossy(&output.stderr));
         text
     }
 
     /// Everything in the database as text, to see that nothing changed.
     pub fn dump(&self, database: &str) -> String {
-        let output = Command::new(bin_dir().join("pg_dump"))
-            .args(["-d", &self.url("postgres", database)])
-            .output()
-            .unwrap();
-        assert!(
-            output.status.success(),
-            "{}",
-            String::from_utf8_lossy(&output.stderr)
-        );
+        let output =
+            Command::new(bin_dir().join("pg_dump")).args(["-d", &self.url("postgres", database)]).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let text = String::from_utf8(output.stdout).unwrap();
         // Newer pg_dump writes a random key into these lines.
         let lines = text.lines().filter(|line| !line.contains("restrict"));
@@ -223,16 +177,8 @@ fn certificates(dir: &Path) {
         printf 'subjectAltName=DNS:localhost\\nbasicConstraints=CA:FALSE\\n' > ext
         openssl x509 -req -in server.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 2 -extfile ext -out server.crt
         openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=other-ca -keyout other.key -out other.crt";
-    let status = Command::new("sh")
-        .args(["-e", "-c", script])
-        .current_dir(dir)
-        .stderr(Stdio::null())
-        .status()
-        .unwrap();
-    assert!(
-        status.success(),
-        "the openssl command line is needed for these tests"
-    );
+    let status = Command::new("sh").args(["-e", "-c", script]).current_dir(dir).stderr(Stdio::null()).status().unwrap();
+    assert!(status.success(), "the openssl command line is needed for these tests");
     fs::set_permissions(dir.join("server.key"), fs::Permissions::from_mode(0o600)).unwrap();
     // The tests' client may run as another user than the server: keep what it reads outside.
     for name in ["ca.crt", "other.crt", "server.crt"] {

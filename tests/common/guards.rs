@@ -1,9 +1,7 @@
 //! Guards that a test run can take out of the loaded schema, to see that the tests notice: AWA_WITHOUT=<name>, see
 //! docs/guards.md. Each is a piece of the migrations' text and what stands there without the guard.
 
-const GUARDS: &[(&str, &str, &str)] = &[
-    ("none", "", ""),
-];
+const GUARDS: &[(&str, &str, &str)] = &[("none", "", "")];
 
 pub fn take_out(text: String) -> String {
     let Ok(name) = std::env::var("AWA_WITHOUT") else { return text };

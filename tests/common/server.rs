@@ -54,11 +54,19 @@ fn start() -> Server {
     }
     let bin = newest_bin_dir();
     let (bin, home) = (bin.display(), dir.display());
-    let initdb = run(&dir, &format!("{bin}/initdb -D data -U postgres -A trust -N --no-instructions -E UTF8 --locale=C >initdb.log 2>&1"));
+    let initdb = run(
+        &dir,
+        &format!("{bin}/initdb -D data -U postgres -A trust -N --no-instructions -E UTF8 --locale=C >initdb.log 2>&1"),
+    );
     assert!({ initdb }.status().unwrap().success(), "initdb failed, see {home}/initdb.log");
-    std::fs::File::options().append(true).open(dir.join("data/postgresql.conf")).unwrap()
-        .write_all(b"fsync = off\nfull_page_writes = off\nmax_connections = 400\nmax_prepared_transactions = 20\n\
-            max_locks_per_transaction = 256\nlisten_addresses = ''\nautovacuum = off\nshared_buffers = 64MB\n")
+    std::fs::File::options()
+        .append(true)
+        .open(dir.join("data/postgresql.conf"))
+        .unwrap()
+        .write_all(
+            b"fsync = off\nfull_page_writes = off\nmax_connections = 400\nmax_prepared_transactions = 20\n\
+            max_locks_per_transaction = 256\nlisten_addresses = ''\nautovacuum = off\nshared_buffers = 64MB\n",
+        )
         .unwrap();
     let mut shell = run(&dir, &format!(
         "{bin}/postgres -D data -k {home} >server.log 2>&1 & pid=$!; read _; kill -QUIT $pid; wait $pid; cd /; rm -rf {home}"))

@@ -37,9 +37,7 @@ pub async fn run(worker: &dyn Worker, ctx: &JobContext) -> Outcome {
 }
 
 pub async fn within<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future)
-        .await
-        .expect("it hangs")
+    tokio::time::timeout(PATIENCE, future).await.expect("it hangs")
 }
 
 pub async fn until(what: &str, mut condition: impl FnMut() -> bool) {

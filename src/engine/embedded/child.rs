@@ -18,20 +18,13 @@ pub(super) struct Finished {
 }
 
 /// Runs `command`, calling `tick` now and then; killed when the task is cancelled.
-pub(super) fn run(
-    mut command: Command,
-    task: &Task,
-    mut tick: impl FnMut(),
-) -> Result<Finished, EmbeddedError> {
+pub(super) fn run(mut command: Command, task: &Task, mut tick: impl FnMut()) -> Result<Finished, EmbeddedError> {
     let program = Path::new(command.get_program()).to_path_buf();
     let failed = || EmbeddedError::io("run", &program);
     // A file and not pipes: nothing fills up while we only look at it at the end.
     let mut output = tempfile::tempfile().map_err(failed())?;
     let stdio = |file: &File| file.try_clone().map(Stdio::from);
-    command
-        .stdin(Stdio::null())
-        .stdout(stdio(&output).map_err(failed())?)
-        .stderr(stdio(&output).map_err(failed())?);
+    command.stdin(Stdio::null()).stdout(stdio(&output).map_err(failed())?).stderr(stdio(&output).map_err(failed())?);
     let mut child = keeper::spawn(command, Signal::SIGKILL).map_err(failed())?;
     let mut pause = Duration::from_millis(1);
     let status = loop {
@@ -48,10 +41,7 @@ pub(super) fn run(
         pause = (pause * 2).min(Duration::from_millis(50));
     };
     let text = read_all(&mut output).map_err(failed())?;
-    Ok(Finished {
-        status,
-        output: text,
-    })
+    Ok(Finished { status, output: text })
 }
 
 fn read_all(file: &mut File) -> io::Result<String> {

@@ -25,9 +25,7 @@ pub(super) fn major_version(home: &Home) -> Result<Option<u32>, EmbeddedError> {
     if !home.data.exists() {
         return Ok(None);
     }
-    let not_a_cluster = || EmbeddedError::NotACluster {
-        data: home.data.clone(),
-    };
+    let not_a_cluster = || EmbeddedError::NotACluster { data: home.data.clone() };
     if !home.data.join("global/pg_control").exists() {
         return Err(not_a_cluster());
     }
@@ -47,15 +45,8 @@ pub(super) fn prepare(
     remove_unfinished(home)?;
     let password_file = home.root.join("password");
     if !home.data.exists() {
-        task.report(Progress::Initialising {
-            data: home.data.clone(),
-            version: installation.version.to_string(),
-        });
-        let password: String = rand::rng()
-            .sample_iter(Alphanumeric)
-            .take(32)
-            .map(char::from)
-            .collect();
+        task.report(Progress::Initialising { data: home.data.clone(), version: installation.version.to_string() });
+        let password: String = rand::rng().sample_iter(Alphanumeric).take(32).map(char::from).collect();
         write_secret(&password_file, &password)?;
         initialise(home, installation, &password, task)?;
     }
@@ -69,18 +60,10 @@ pub(super) fn prepare(
 
 /// initdb works in a folder of another name, which is renamed when all is done and on disk. So `data` is complete or
 /// not there, however far an earlier initdb got before it was killed.
-fn initialise(
-    home: &Home,
-    installation: &Installation,
-    password: &str,
-    task: &Task,
-) -> Result<(), EmbeddedError> {
+fn initialise(home: &Home, installation: &Installation, password: &str, task: &Task) -> Result<(), EmbeddedError> {
     let account = home.account.as_ref();
     let failed = || EmbeddedError::io("make a cluster in", &home.root);
-    let folder = tempfile::Builder::new()
-        .prefix(UNFINISHED)
-        .tempdir_in(&home.root)
-        .map_err(failed())?;
+    let folder = tempfile::Builder::new().prefix(UNFINISHED).tempdir_in(&home.root).map_err(failed())?;
     private_dir(folder.path(), account)?;
     let secret = home.run_dir().join("initdb-password");
     write_secret(&secret, password)?;
@@ -88,18 +71,10 @@ fn initialise(
         account.give(&secret)?;
     }
     let mut command = Command::new(installation.bin.join("initdb"));
-    command
-        .arg("-D")
-        .arg(folder.path())
-        .arg("--pwfile")
-        .arg(&secret);
+    command.arg("-D").arg(folder.path()).arg("--pwfile").arg(&secret);
     // Locale C is the one that every machine and every build has, and that sorts the same everywhere.
     command.args(["--username=postgres", "--encoding=UTF8", "--locale=C"]);
-    command.args([
-        "--auth-local=trust",
-        "--auth-host=scram-sha-256",
-        "--no-instructions",
-    ]);
+    command.args(["--auth-local=trust", "--auth-host=scram-sha-256", "--no-instructions"]);
     if home.ephemeral {
         command.arg("--no-sync");
     }
@@ -110,19 +85,13 @@ fn initialise(
     let _ = fs::remove_file(&secret);
     let finished = finished?;
     if !finished.status.success() {
-        return Err(EmbeddedError::Initdb {
-            status: finished.status.to_string(),
-            output: finished.output,
-        });
+        return Err(EmbeddedError::Initdb { status: finished.status.to_string(), output: finished.output });
     }
     let main_conf = folder.path().join("postgresql.conf");
     let opened = File::options().append(true).open(&main_conf);
     opened
         .and_then(|mut file| {
-            writeln!(
-                file,
-                "\n# Written anew by awactl at each start.\ninclude_if_exists '{CONF}'"
-            )?;
+            writeln!(file, "\n# Written anew by awactl at each start.\ninclude_if_exists '{CONF}'")?;
             file.sync_all()
         })
         .map_err(EmbeddedError::io("write", &main_conf))?;
@@ -130,9 +99,7 @@ fn initialise(
     // Its old name is gone, and with it what would be removed.
     let _ = folder.keep();
     if !home.ephemeral {
-        File::open(&home.root)
-            .and_then(|root| root.sync_all())
-            .map_err(failed())?;
+        File::open(&home.root).and_then(|root| root.sync_all()).map_err(failed())?;
     }
     Ok(())
 }
@@ -143,11 +110,7 @@ fn remove_unfinished(home: &Home) -> Result<(), EmbeddedError> {
         let name = path.file_name().and_then(|name| name.to_str());
         path.is_dir() && name.is_some_and(|name| name.starts_with(UNFINISHED))
     };
-    for path in entries
-        .flatten()
-        .map(|entry| entry.path())
-        .filter(unfinished)
-    {
+    for path in entries.flatten().map(|entry| entry.path()).filter(unfinished) {
         fs::remove_dir_all(&path).map_err(EmbeddedError::io("remove", &path))?;
     }
     Ok(())
@@ -157,15 +120,8 @@ fn write_secret(path: &Path, secret: &str) -> Result<(), EmbeddedError> {
     let failed = || EmbeddedError::io("write", path);
     // Removed first, so that the mode is that of a new file.
     let _ = fs::remove_file(path);
-    let mut file = File::options()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)
-        .map_err(failed())?;
-    file.write_all(secret.as_bytes())
-        .and_then(|()| file.sync_all())
-        .map_err(failed())
+    let mut file = File::options().write(true).create_new(true).mode(0o600).open(path).map_err(failed())?;
+    file.write_all(secret.as_bytes()).and_then(|()| file.sync_all()).map_err(failed())
 }
 
 fn conf(settings: &[(String, String)]) -> Result<String, EmbeddedError> {
@@ -175,10 +131,7 @@ fn conf(settings: &[(String, String)]) -> Result<String, EmbeddedError> {
         if name.is_empty() || !name.chars().all(valid) {
             return Err(EmbeddedError::SettingName(name.clone()));
         }
-        let value = value
-            .replace('\\', "\\\\")
-            .replace('\'', "''")
-            .replace('\n', "\\n");
+        let value = value.replace('\\', "\\\\").replace('\'', "''").replace('\n', "\\n");
         text.push_str(&format!("{name} = '{value}'\n"));
     }
     Ok(text)
@@ -191,13 +144,7 @@ mod tests {
     #[test]
     fn settings_are_quoted_and_their_names_checked() {
         let pair = |name: &str, value: &str| [(name.to_owned(), value.to_owned())];
-        assert_eq!(
-            conf(&pair("log_line_prefix", "it's \\")).unwrap(),
-            "log_line_prefix = 'it''s \\\\'\n"
-        );
-        assert!(matches!(
-            conf(&pair("a = 1\nb", "")),
-            Err(EmbeddedError::SettingName(_))
-        ));
+        assert_eq!(conf(&pair("log_line_prefix", "it's \\")).unwrap(), "log_line_prefix = 'it''s \\\\'\n");
+        assert!(matches!(conf(&pair("a = 1\nb", "")), Err(EmbeddedError::SettingName(_))));
     }
 }

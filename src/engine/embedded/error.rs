@@ -14,38 +14,21 @@ pub struct Looked {
 #[derive(Debug, thiserror::Error)]
 pub enum EmbeddedError {
     #[error("no PostgreSQL {} or newer found, and none could be fetched\n{}", super::OLDEST_MAJOR, Lists { looked, fetch })]
-    NotFound {
-        looked: Vec<Looked>,
-        fetch: Vec<String>,
-    },
+    NotFound { looked: Vec<Looked>, fetch: Vec<String> },
 
     #[error(
         "{data} was made by PostgreSQL {cluster}, and no server of that major version was found (only {found})\n{}",
         Lists { looked: &[], fetch }
     )]
-    OtherMajor {
-        data: PathBuf,
-        cluster: u32,
-        found: String,
-        fetch: Vec<String>,
-    },
+    OtherMajor { data: PathBuf, cluster: u32, found: String, fetch: Vec<String> },
 
-    #[error(
-        "{package} {version} is not the pinned build: its SHA-256 is {got}, expected {expected}; nothing was kept"
-    )]
-    Checksum {
-        package: String,
-        version: String,
-        expected: String,
-        got: String,
-    },
+    #[error("{package} {version} is not the pinned build: its SHA-256 is {got}, expected {expected}; nothing was kept")]
+    Checksum { package: String, version: String, expected: String, got: String },
 
     #[error("{dir} is in use by another awactl ({}); stop it, or name another folder", Owner(*pid))]
     InUse { dir: PathBuf, pid: Option<u32> },
 
-    #[error(
-        "{dir} is itself a PostgreSQL data directory; name a folder that awactl can keep its own cluster in"
-    )]
+    #[error("{dir} is itself a PostgreSQL data directory; name a folder that awactl can keep its own cluster in")]
     ForeignCluster { dir: PathBuf },
 
     #[error("{data} is not a complete PostgreSQL cluster; move it away, and a new one is made")]
@@ -55,15 +38,9 @@ pub enum EmbeddedError {
         "{blocked} is closed to user {user}, whom the server in {dir} must run as, since PostgreSQL refuses root; \
          name a folder that {user} can reach, or allow it with chmod o+x"
     )]
-    Unreachable {
-        dir: PathBuf,
-        blocked: PathBuf,
-        user: String,
-    },
+    Unreachable { dir: PathBuf, blocked: PathBuf, user: String },
 
-    #[error(
-        "PostgreSQL refuses to run as root, and there is neither a user postgres nor a user nobody to run it as"
-    )]
+    #[error("PostgreSQL refuses to run as root, and there is neither a user postgres nor a user nobody to run it as")]
     NoAccount,
 
     #[error("`{0}` is not the name of a PostgreSQL setting")]
@@ -73,11 +50,7 @@ pub enum EmbeddedError {
     Initdb { status: String, output: String },
 
     #[error("PostgreSQL did not start: {reason}; the end of {log}:\n{tail}")]
-    NotStarted {
-        reason: String,
-        log: PathBuf,
-        tail: String,
-    },
+    NotStarted { reason: String, log: PathBuf, tail: String },
 
     #[error("PostgreSQL {pid} did not stop, not even when killed")]
     NotStopped { pid: u32 },
@@ -89,22 +62,14 @@ pub enum EmbeddedError {
     Cancelled,
 
     #[error("cannot {action} {path}")]
-    Io {
-        action: &'static str,
-        path: PathBuf,
-        source: io::Error,
-    },
+    Io { action: &'static str, path: PathBuf, source: io::Error },
 }
 
 impl EmbeddedError {
     /// For `map_err`: what was tried, on which path.
     pub(super) fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> EmbeddedError {
         let path = path.to_path_buf();
-        move |source| EmbeddedError::Io {
-            action,
-            path,
-            source,
-        }
+        move |source| EmbeddedError::Io { action, path, source }
     }
 }
 

@@ -9,10 +9,7 @@ static LEAKED: Mutex<Vec<&'static Embedded>> = Mutex::new(Vec::new());
 static REGISTER: Once = Once::new();
 
 pub(super) fn stop_at_exit(embedded: &'static Embedded) {
-    LEAKED
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .push(embedded);
+    LEAKED.lock().unwrap_or_else(PoisonError::into_inner).push(embedded);
     // SAFETY: the handler is a plain function that does not unwind.
     REGISTER.call_once(|| unsafe {
         nix::libc::atexit(stop_all);

@@ -139,10 +139,7 @@ pub fn fetch(build: &Build, search: &Search, task: &Task) -> Result<PathBuf, Emb
         .prefix(HIDDEN)
         .tempdir_in(&search.cache)
         .map_err(EmbeddedError::io("make a folder in", &search.cache))?;
-    let (downloads, unpacked) = (
-        temporary.path().join("downloads"),
-        temporary.path().join("unpacked"),
-    );
+    let (downloads, unpacked) = (temporary.path().join("downloads"), temporary.path().join("unpacked"));
     for folder in [&downloads, &unpacked] {
         make_dirs(folder, 0o755)?;
     }
@@ -152,11 +149,7 @@ pub fn fetch(build: &Build, search: &Search, task: &Task) -> Result<PathBuf, Emb
     succeed(command, task, || {
         // Neither client tells how far it is, but all that it writes is in our folder.
         let bytes = size_of(temporary.path()).min(build.size);
-        task.report(Progress::Fetching {
-            what: what.clone(),
-            bytes,
-            total: build.size,
-        });
+        task.report(Progress::Fetching { what: what.clone(), bytes, total: build.size });
     })?;
     let archive = only_file(&downloads)?;
     verify(build, &archive)?;
@@ -174,11 +167,7 @@ pub fn fetch(build: &Build, search: &Search, task: &Task) -> Result<PathBuf, Emb
 /// For the list of what was tried: the reason alone, as the place is named beside it.
 pub(super) fn explain(error: &EmbeddedError) -> String {
     match error {
-        EmbeddedError::Io {
-            action,
-            path,
-            source,
-        } => format!("cannot {action} {}: {source}", path.display()),
+        EmbeddedError::Io { action, path, source } => format!("cannot {action} {}: {source}", path.display()),
         other => other.to_string(),
     }
 }
@@ -189,19 +178,12 @@ const HIDDEN: &str = ".fetch-";
 fn lock(cache: &Path, task: &Task) -> Result<File, EmbeddedError> {
     let path = cache.join("fetch.lock");
     let failed = || EmbeddedError::io("lock", &path);
-    let file = File::options()
-        .create(true)
-        .append(true)
-        .open(&path)
-        .map_err(failed())?;
+    let file = File::options().create(true).append(true).open(&path).map_err(failed())?;
     while !file.try_lock_exclusive().map_err(failed())? {
         task.check()?;
         sleep(Duration::from_millis(50));
     }
-    for entry in fs::read_dir(cache)
-        .map_err(EmbeddedError::io("read", cache))?
-        .flatten()
-    {
+    for entry in fs::read_dir(cache).map_err(EmbeddedError::io("read", cache))?.flatten() {
         if entry.file_name().to_string_lossy().starts_with(HIDDEN) {
             let _ = fs::remove_dir_all(entry.path());
         }
@@ -224,10 +206,7 @@ impl Clients {
         for (name, args) in ways {
             for folder in std::env::split_paths(&search.path) {
                 let program = folder.join(name);
-                if program
-                    .metadata()
-                    .is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
-                {
+                if program.metadata().is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0) {
                     return Ok(Clients { program, args });
                 }
             }
@@ -238,10 +217,7 @@ impl Clients {
 
     fn command(&self, temporary: &Path) -> Command {
         let mut command = Command::new(&self.program);
-        command
-            .args(self.args)
-            .current_dir(temporary)
-            .env("TMPDIR", temporary);
+        command.args(self.args).current_dir(temporary).env("TMPDIR", temporary);
         command
     }
 
@@ -252,26 +228,13 @@ impl Clients {
                 command.args(["pack", &format!("{}@{}", build.package, build.version)]);
                 command.arg("--pack-destination").arg(into);
                 command.arg("--cache").arg(temporary.join("npm"));
-                command.args([
-                    "--ignore-scripts",
-                    "--no-update-notifier",
-                    "--loglevel=error",
-                ]);
+                command.args(["--ignore-scripts", "--no-update-notifier", "--loglevel=error"]);
             }
             Client::Pip => {
                 command.args(["download", &format!("{}=={}", build.package, build.version)]);
                 command.arg("--dest").arg(into);
-                command.args([
-                    "--no-deps",
-                    "--only-binary=:all:",
-                    "--platform",
-                    build.platform,
-                ]);
-                command.args([
-                    "--no-cache-dir",
-                    "--disable-pip-version-check",
-                    "--progress-bar=off",
-                ]);
+                command.args(["--no-deps", "--only-binary=:all:", "--platform", build.platform]);
+                command.args(["--no-cache-dir", "--disable-pip-version-check", "--progress-bar=off"]);
             }
         }
         command
@@ -281,13 +244,7 @@ impl Clients {
     fn unpack_wheel(&self, wheel: &Path, into: &Path) -> Command {
         let mut command = self.command(into);
         command.arg("install").arg(wheel).arg("--target").arg(into);
-        command.args([
-            "--no-deps",
-            "--no-index",
-            "--no-compile",
-            "--no-cache-dir",
-            "--disable-pip-version-check",
-        ]);
+        command.args(["--no-deps", "--no-index", "--no-compile", "--no-cache-dir", "--disable-pip-version-check"]);
         command
     }
 }
@@ -303,14 +260,10 @@ fn succeed(command: Command, task: &Task, tick: impl FnMut()) -> Result<(), Embe
 }
 
 fn only_file(folder: &Path) -> Result<PathBuf, EmbeddedError> {
-    let mut entries = fs::read_dir(folder)
-        .map_err(EmbeddedError::io("read", folder))?
-        .flatten();
+    let mut entries = fs::read_dir(folder).map_err(EmbeddedError::io("read", folder))?.flatten();
     match (entries.next(), entries.next()) {
         (Some(file), None) => Ok(file.path()),
-        _ => Err(EmbeddedError::io("find the one archive in", folder)(
-            io::ErrorKind::NotFound.into(),
-        )),
+        _ => Err(EmbeddedError::io("find the one archive in", folder)(io::ErrorKind::NotFound.into())),
     }
 }
 
@@ -318,11 +271,7 @@ fn verify(build: &Build, archive: &Path) -> Result<(), EmbeddedError> {
     let failed = || EmbeddedError::io("read", archive);
     let mut digest = Sha256::new();
     io::copy(&mut File::open(archive).map_err(failed())?, &mut digest).map_err(failed())?;
-    let got: String = digest
-        .finalize()
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect();
+    let got: String = digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
     if got == build.sha256 {
         return Ok(());
     }
@@ -344,9 +293,7 @@ struct Link {
 fn unpack_npm(archive: &Path, into: &Path) -> Result<(), EmbeddedError> {
     let failed = || EmbeddedError::io("unpack", archive);
     let file = File::open(archive).map_err(failed())?;
-    tar::Archive::new(GzDecoder::new(file))
-        .unpack(into)
-        .map_err(failed())?;
+    tar::Archive::new(GzDecoder::new(file)).unpack(into).map_err(failed())?;
     let package = into.join("package");
     let list = fs::read(package.join("native/pg-symlinks.json")).map_err(failed())?;
     let links: Vec<Link> = serde_json::from_slice(&list).map_err(|error| failed()(error.into()))?;

@@ -46,9 +46,7 @@ impl Search {
     /// `AWACTL_PG_BIN`, else `PATH`, the usual install folders and the builds fetched before.
     pub fn from_env() -> Self {
         Search {
-            bin_dir: std::env::var_os("AWACTL_PG_BIN")
-                .filter(|dir| !dir.is_empty())
-                .map(PathBuf::from),
+            bin_dir: std::env::var_os("AWACTL_PG_BIN").filter(|dir| !dir.is_empty()).map(PathBuf::from),
             path: std::env::var_os("PATH").unwrap_or_default(),
             install_folders: INSTALL_FOLDERS.map(PathBuf::from).to_vec(),
             cache: default_dir(Kind::Cache),
@@ -60,9 +58,7 @@ impl Search {
         if let Some(dir) = &self.bin_dir {
             return vec![dir.clone()];
         }
-        let mut folders: Vec<PathBuf> = std::env::split_paths(&self.path)
-            .filter(|dir| dir.is_absolute())
-            .collect();
+        let mut folders: Vec<PathBuf> = std::env::split_paths(&self.path).filter(|dir| dir.is_absolute()).collect();
         for pattern in &self.install_folders {
             folders.extend(expand(pattern));
         }
@@ -82,20 +78,10 @@ pub struct Version {
 impl Version {
     /// Reads what `postgres --version` says, like `postgres (PostgreSQL) 15.13 (Debian 15.13-0+deb12u1)`.
     fn parse(line: &str) -> Option<Version> {
-        let text = line
-            .strip_prefix("postgres (PostgreSQL) ")?
-            .split_whitespace()
-            .next()?;
-        let (major, rest) = text.split_at(
-            text.find(|c: char| !c.is_ascii_digit())
-                .unwrap_or(text.len()),
-        );
+        let text = line.strip_prefix("postgres (PostgreSQL) ")?.split_whitespace().next()?;
+        let (major, rest) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
         let minor = rest.strip_prefix('.').and_then(|minor| minor.parse().ok());
-        Some(Version {
-            major: major.parse().ok()?,
-            minor,
-            text: text.to_owned(),
-        })
+        Some(Version { major: major.parse().ok()?, minor, text: text.to_owned() })
     }
 }
 
@@ -120,13 +106,8 @@ pub(super) fn find_or_fetch(
     task: &Task,
 ) -> Result<Installation, EmbeddedError> {
     let fits = |found: &[Installation]| {
-        let of_major =
-            |i: &&Installation| cluster.is_none_or(|(major, _)| i.version.major == major);
-        found
-            .iter()
-            .filter(of_major)
-            .max_by(|a, b| a.version.cmp(&b.version))
-            .cloned()
+        let of_major = |i: &&Installation| cluster.is_none_or(|(major, _)| i.version.major == major);
+        found.iter().filter(of_major).max_by(|a, b| a.version.cmp(&b.version)).cloned()
     };
     let (found, looked) = find(search, account, task)?;
     if let Some(newest) = fits(&found) {
@@ -135,8 +116,7 @@ pub(super) fn find_or_fetch(
     let mut failures = Vec::new();
     if search.fetch && search.bin_dir.is_none() {
         for build in fetch::for_this_machine(cluster.map(|(major, _)| major)) {
-            let fetched =
-                fetch::fetch(build, search, task).and_then(|bin| probe(&bin, account, task));
+            let fetched = fetch::fetch(build, search, task).and_then(|bin| probe(&bin, account, task));
             match fetched {
                 Ok(Ok(installation)) => return Ok(installation),
                 Ok(Err(why_not)) => failures.push(format!("{}: {why_not}", build.package)),
@@ -144,9 +124,7 @@ pub(super) fn find_or_fetch(
                 Err(error @ (EmbeddedError::Checksum { .. } | EmbeddedError::Cancelled)) => {
                     return Err(error);
                 }
-                Err(error) => {
-                    failures.push(format!("{}: {}", build.package, fetch::explain(&error)))
-                }
+                Err(error) => failures.push(format!("{}: {}", build.package, fetch::explain(&error))),
             }
         }
         if failures.is_empty() {
@@ -157,17 +135,10 @@ pub(super) fn find_or_fetch(
         Some((cluster, data)) if !found.is_empty() => EmbeddedError::OtherMajor {
             data: data.to_path_buf(),
             cluster,
-            found: found
-                .iter()
-                .map(|i| i.version.to_string())
-                .collect::<Vec<_>>()
-                .join(", "),
+            found: found.iter().map(|i| i.version.to_string()).collect::<Vec<_>>().join(", "),
             fetch: failures,
         },
-        _ => EmbeddedError::NotFound {
-            looked,
-            fetch: failures,
-        },
+        _ => EmbeddedError::NotFound { looked, fetch: failures },
     })
 }
 
@@ -180,10 +151,7 @@ fn find(
     let (mut found, mut looked) = (Vec::new(), Vec::new());
     let mut seen = HashSet::new();
     for folder in search.folders() {
-        let not_here = |why_not: String| Looked {
-            place: folder.display().to_string(),
-            why_not,
-        };
+        let not_here = |why_not: String| Looked { place: folder.display().to_string(), why_not };
         // A link on the PATH leads to the folder that has initdb and the rest beside it.
         let Ok(real) = fs::canonicalize(folder.join("postgres")) else {
             looked.push(not_here("no postgres".into()));
@@ -192,10 +160,7 @@ fn find(
         if !seen.insert(real.clone()) {
             continue;
         }
-        let bin = real
-            .parent()
-            .filter(|bin| bin.join("initdb").is_file())
-            .unwrap_or(&folder);
+        let bin = real.parent().filter(|bin| bin.join("initdb").is_file()).unwrap_or(&folder);
         match probe(bin, account, task)? {
             Ok(installation) => found.push(installation),
             Err(why_not) => looked.push(not_here(why_not)),
@@ -205,29 +170,20 @@ fn find(
         let barren = |pattern: &&PathBuf| expand(pattern).is_empty();
         let cache = [search.cache.join("*/bin")];
         let patterns = search.install_folders.iter().chain(&cache).filter(barren);
-        looked.extend(patterns.map(|p| Looked {
-            place: p.display().to_string(),
-            why_not: "no such folder".into(),
-        }));
+        looked.extend(patterns.map(|p| Looked { place: p.display().to_string(), why_not: "no such folder".into() }));
     }
     Ok((found, looked))
 }
 
 /// Whether the account can run a new enough server from `bin`, else why not.
-fn probe(
-    bin: &Path,
-    account: Option<&Account>,
-    task: &Task,
-) -> Result<Result<Installation, String>, EmbeddedError> {
+fn probe(bin: &Path, account: Option<&Account>, task: &Task) -> Result<Result<Installation, String>, EmbeddedError> {
     let postgres = bin.join("postgres");
     if !bin.join("initdb").is_file() {
         return Ok(Err("no initdb beside postgres".into()));
     }
     // A wrapper's process is not the postmaster: signals and the exit status would be those of a shell.
     if is_script(&postgres) {
-        return Ok(Err(
-            "postgres is a script there, not the server itself".into()
-        ));
+        return Ok(Err("postgres is a script there, not the server itself".into()));
     }
     let mut command = Command::new(&postgres);
     command.arg("--version").current_dir("/");
@@ -235,29 +191,21 @@ fn probe(
     let finished = match run(command, task, || {}) {
         Ok(finished) => finished,
         Err(EmbeddedError::Io { source, .. }) => {
-            let who = account.map_or(String::new(), |account| {
-                format!(" as user {}", account.name)
-            });
+            let who = account.map_or(String::new(), |account| format!(" as user {}", account.name));
             return Ok(Err(format!("cannot run it{who}: {source}")));
         }
         Err(other) => return Err(other),
     };
     Ok(match Version::parse(&finished.output) {
         Some(version) if version.major < OLDEST_MAJOR => Err(format!("only version {version}")),
-        Some(version) => Ok(Installation {
-            bin: bin.to_path_buf(),
-            version,
-        }),
+        Some(version) => Ok(Installation { bin: bin.to_path_buf(), version }),
         None => Err(format!("no version from it: {}", finished.output)),
     })
 }
 
 fn is_script(program: &Path) -> bool {
     let mut magic = [0; 2];
-    File::open(program)
-        .and_then(|mut file| file.read_exact(&mut magic))
-        .is_ok()
-        && &magic == b"#!"
+    File::open(program).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && &magic == b"#!"
 }
 
 /// The folders that match a pattern with at most one `*` in each part.
@@ -272,22 +220,12 @@ fn expand(pattern: &Path) -> Vec<PathBuf> {
             matches.iter_mut().for_each(|path| path.push(part));
             continue;
         };
-        let named = |name: &str| {
-            name.len() >= start.len() + end.len() && name.starts_with(start) && name.ends_with(end)
-        };
-        let entries = matches
-            .iter()
-            .filter_map(|path| fs::read_dir(path).ok())
-            .flatten()
-            .flatten();
+        let named =
+            |name: &str| name.len() >= start.len() + end.len() && name.starts_with(start) && name.ends_with(end);
+        let entries = matches.iter().filter_map(|path| fs::read_dir(path).ok()).flatten().flatten();
         // A fetch in progress has a hidden folder.
         matches = entries
-            .filter(|entry| {
-                entry
-                    .file_name()
-                    .to_str()
-                    .is_some_and(|name| !name.starts_with('.') && named(name))
-            })
+            .filter(|entry| entry.file_name().to_str().is_some_and(|name| !name.starts_with('.') && named(name)))
             .map(|entry| entry.path())
             .collect();
     }
@@ -315,10 +253,7 @@ mod tests {
         for name in ["pgsql-15/bin", "pgsql-16/lib", ".pgsql-17/bin", "other/bin"] {
             fs::create_dir_all(base.path().join(name)).unwrap();
         }
-        assert_eq!(
-            expand(&base.path().join("pgsql-*/bin")),
-            [base.path().join("pgsql-15/bin")]
-        );
+        assert_eq!(expand(&base.path().join("pgsql-*/bin")), [base.path().join("pgsql-15/bin")]);
         assert!(expand(&base.path().join("none/*/bin")).is_empty());
     }
 }

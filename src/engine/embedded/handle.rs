@@ -45,32 +45,21 @@ impl Embedded {
             let task = task.clone();
             move || {
                 let home = Home::open(&options, &task)?;
-                let cluster =
-                    cluster::major_version(&home)?.map(|major| (major, home.data.as_path()));
-                let installation =
-                    find::find_or_fetch(&options.search, cluster, home.account.as_ref(), &task)?;
+                let cluster = cluster::major_version(&home)?.map(|major| (major, home.data.as_path()));
+                let installation = find::find_or_fetch(&options.search, cluster, home.account.as_ref(), &task)?;
                 let password = cluster::prepare(&home, &installation, &options.settings, &task)?;
                 Ok((home, installation, password))
             }
         };
         let (home, installation, password) = blocking(prepare).await?;
-        task.report(Progress::Starting {
-            version: installation.version.to_string(),
-        });
-        let mut endpoint = Endpoint {
-            socket_dir: home.socket_dir().to_path_buf(),
-            port: 0,
-            password,
-        };
+        task.report(Progress::Starting { version: installation.version.to_string() });
+        let mut endpoint = Endpoint { socket_dir: home.socket_dir().to_path_buf(), port: 0, password };
         let postmaster = bring_up(&home, &installation, &mut endpoint, start_timeout).await?;
         Ok(Embedded {
             pid: AtomicU32::new(postmaster.pid()),
             data: home.data.clone(),
             log: home.log.clone(),
-            state: Mutex::new(State {
-                postmaster: Some(postmaster),
-                home: Some(home),
-            }),
+            state: Mutex::new(State { postmaster: Some(postmaster), home: Some(home) }),
             installation,
             endpoint,
             start_timeout,
@@ -144,11 +133,7 @@ impl Embedded {
     /// Starts a stopped or crashed server again, in the same folder and at the same addresses.
     pub async fn start_again(&self) -> Result<(), EmbeddedError> {
         let mut state = self.state.lock().await;
-        if state
-            .postmaster
-            .as_mut()
-            .is_some_and(|postmaster| postmaster.exited().is_none())
-        {
+        if state.postmaster.as_mut().is_some_and(|postmaster| postmaster.exited().is_none()) {
             return Err(EmbeddedError::Running);
         }
         state.postmaster = None;
@@ -158,8 +143,7 @@ impl Embedded {
         let data = self.data.clone();
         blocking(move || stop_stale(&data, Shutdown::Fast, &Task::default())).await?;
         let mut endpoint = self.endpoint.clone();
-        let postmaster =
-            bring_up(home, &self.installation, &mut endpoint, self.start_timeout).await?;
+        let postmaster = bring_up(home, &self.installation, &mut endpoint, self.start_timeout).await?;
         self.pid.store(postmaster.pid(), Ordering::Relaxed);
         state.postmaster = Some(postmaster);
         Ok(())
@@ -238,21 +222,13 @@ struct Endpoint {
 impl Endpoint {
     fn config(&self) -> tokio_postgres::Config {
         let mut config = tokio_postgres::Config::new();
-        config
-            .host_path(&self.socket_dir)
-            .port(self.port)
-            .user("postgres")
-            .dbname("postgres");
+        config.host_path(&self.socket_dir).port(self.port).user("postgres").dbname("postgres");
         config
     }
 
     fn url(&self, database: &str) -> String {
         let dir = encode(self.socket_dir.as_os_str().as_encoded_bytes());
-        format!(
-            "postgresql://postgres@{dir}:{}/{}",
-            self.port,
-            encode(database.as_bytes())
-        )
+        format!("postgresql://postgres@{dir}:{}/{}", self.port, encode(database.as_bytes()))
     }
 }
 
@@ -287,21 +263,14 @@ async fn bring_up(
         };
         let log = log_since(&home.log, offset);
         // A stolen port, or shared memory that a killed server's last process is just leaving, is worth another try.
-        let passing = [
-            "could not create any TCP/IP sockets",
-            "pre-existing shared memory block",
-        ];
+        let passing = ["could not create any TCP/IP sockets", "pre-existing shared memory block"];
         if passing.iter().any(|text| log.contains(text)) && Instant::now() < deadline {
             sleep(Duration::from_millis(100)).await;
             continue;
         }
         // A server in recovery takes an orderly stop only when it is through.
         let _ = blocking(move || postmaster.stop(Shutdown::Immediate)).await;
-        return Err(EmbeddedError::NotStarted {
-            reason,
-            log: home.log.clone(),
-            tail: tail(&log),
-        });
+        return Err(EmbeddedError::NotStarted { reason, log: home.log.clone(), tail: tail(&log) });
     }
 }
 
@@ -318,11 +287,7 @@ async fn until_ready(
         }
         match timeout(Duration::from_secs(5), config.connect(NoTls)).await {
             Ok(Ok(_)) => return Ok(()),
-            Ok(Err(error)) => {
-                last = error
-                    .as_db_error()
-                    .map_or(error.to_string(), |error| error.message().to_owned())
-            }
+            Ok(Err(error)) => last = error.as_db_error().map_or(error.to_string(), |error| error.message().to_owned()),
             Err(_) => {}
         }
         if Instant::now() > deadline {

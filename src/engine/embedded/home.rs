@@ -77,18 +77,13 @@ impl Home {
         };
         let failed = || EmbeddedError::io("look at", &self.root);
         // The folder itself is ours to open, for passing through only; what is above it is not.
-        let mode = fs::metadata(&self.root)
-            .map_err(failed())?
-            .permissions()
-            .mode();
+        let mode = fs::metadata(&self.root).map_err(failed())?.permissions().mode();
         fs::set_permissions(&self.root, Permissions::from_mode(mode | 0o111)).map_err(failed())?;
         match account.blocked_at(&self.root).map_err(failed())? {
             None => Ok(()),
-            Some(blocked) => Err(EmbeddedError::Unreachable {
-                dir: self.root.clone(),
-                blocked,
-                user: account.name.clone(),
-            }),
+            Some(blocked) => {
+                Err(EmbeddedError::Unreachable { dir: self.root.clone(), blocked, user: account.name.clone() })
+            }
         }
     }
 
@@ -98,18 +93,14 @@ impl Home {
         let link = self.root.join("short-run");
         if let Ok(left) = fs::read_link(&link)
             && left.starts_with("/tmp")
-            && left
-                .file_name()
-                .is_some_and(|name| name.to_string_lossy().starts_with(SHORT_RUN))
+            && left.file_name().is_some_and(|name| name.to_string_lossy().starts_with(SHORT_RUN))
         {
             let _ = fs::remove_dir_all(left);
         }
         let _ = fs::remove_file(&link);
         let socket = self.run.join(".s.PGSQL.65535");
         if socket.as_os_str().len() > LONGEST_SOCKET {
-            let made = tempfile::Builder::new()
-                .prefix(SHORT_RUN)
-                .tempdir_in("/tmp");
+            let made = tempfile::Builder::new().prefix(SHORT_RUN).tempdir_in("/tmp");
             let dir = made.map_err(EmbeddedError::io("make a folder in", Path::new("/tmp")))?;
             symlink(dir.path(), &link).map_err(EmbeddedError::io("make", &link))?;
             private_dir(dir.path(), self.account.as_ref())?;
@@ -159,10 +150,8 @@ fn make_ephemeral(base: Option<&Path>) -> Result<(PathBuf, File), EmbeddedError>
     sweep(&base);
     let mode = if geteuid().is_root() { 0o711 } else { 0o700 };
     loop {
-        let made = tempfile::Builder::new()
-            .prefix(EPHEMERAL)
-            .permissions(Permissions::from_mode(mode))
-            .tempdir_in(&base);
+        let made =
+            tempfile::Builder::new().prefix(EPHEMERAL).permissions(Permissions::from_mode(mode)).tempdir_in(&base);
         let root = made.map_err(EmbeddedError::io("make a folder in", &base))?;
         // Another process that sweeps may find the folder before it is locked, and take it.
         match lock(root.path()) {
@@ -186,9 +175,7 @@ fn temporary_base() -> PathBuf {
 
 fn sweep(base: &Path) {
     for entry in fs::read_dir(base).into_iter().flatten().flatten() {
-        let ours = entry
-            .metadata()
-            .is_ok_and(|meta| meta.is_dir() && meta.uid() == geteuid().as_raw());
+        let ours = entry.metadata().is_ok_and(|meta| meta.is_dir() && meta.uid() == geteuid().as_raw());
         if !ours || !entry.file_name().to_string_lossy().starts_with(EPHEMERAL) {
             continue;
         }
@@ -205,24 +192,14 @@ fn sweep(base: &Path) {
 fn lock(root: &Path) -> Result<File, EmbeddedError> {
     let path = root.join(LOCK);
     let failed = || EmbeddedError::io("lock", &path);
-    let open = File::options()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .open(&path);
+    let open = File::options().read(true).write(true).create(true).truncate(false).open(&path);
     let mut file = open.map_err(failed())?;
     if !file.try_lock_exclusive().map_err(failed())? {
         let mut text = String::new();
         let _ = file.read_to_string(&mut text);
-        return Err(EmbeddedError::InUse {
-            dir: root.to_path_buf(),
-            pid: text.trim().parse().ok(),
-        });
+        return Err(EmbeddedError::InUse { dir: root.to_path_buf(), pid: text.trim().parse().ok() });
     }
-    file.set_len(0)
-        .and_then(|()| file.rewind())
-        .map_err(failed())?;
+    file.set_len(0).and_then(|()| file.rewind()).map_err(failed())?;
     writeln!(file, "{}", std::process::id()).map_err(failed())?;
     Ok(file)
 }

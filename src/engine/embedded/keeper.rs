@@ -53,13 +53,11 @@ pub(super) fn spawn(mut command: Command, on_death: Signal) -> io::Result<Child>
 fn keeper() -> &'static Sender<Job> {
     KEEPER.get_or_init(|| {
         let (send, jobs) = channel::<Job>();
-        let spawned = thread::Builder::new()
-            .name("postgres-keeper".into())
-            .spawn(move || {
-                for job in jobs {
-                    job();
-                }
-            });
+        let spawned = thread::Builder::new().name("postgres-keeper".into()).spawn(move || {
+            for job in jobs {
+                job();
+            }
+        });
         if let Err(error) = spawned {
             tracing::error!(%error, "cannot start the thread that keeps the embedded server");
         }

@@ -40,17 +40,11 @@ impl Default for Options {
 
 impl Options {
     pub fn ephemeral() -> Self {
-        Options {
-            ephemeral: true,
-            ..Options::default()
-        }
+        Options { ephemeral: true, ..Options::default() }
     }
 
     pub fn in_dir(dir: impl Into<PathBuf>) -> Self {
-        Options {
-            dir: Some(dir.into()),
-            ..Options::default()
-        }
+        Options { dir: Some(dir.into()), ..Options::default() }
     }
 
     pub fn setting(mut self, name: &str, value: &str) -> Self {
@@ -74,24 +68,11 @@ impl fmt::Debug for Options {
 /// What a start is busy with. `Display` is a line for people.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Progress {
-    Fetching {
-        what: String,
-        bytes: u64,
-        total: u64,
-    },
-    Unpacking {
-        what: String,
-    },
-    StoppingStale {
-        pid: u32,
-    },
-    Initialising {
-        data: PathBuf,
-        version: String,
-    },
-    Starting {
-        version: String,
-    },
+    Fetching { what: String, bytes: u64, total: u64 },
+    Unpacking { what: String },
+    StoppingStale { pid: u32 },
+    Initialising { data: PathBuf, version: String },
+    Starting { version: String },
 }
 
 impl fmt::Display for Progress {
@@ -99,23 +80,14 @@ impl fmt::Display for Progress {
         match self {
             Progress::Fetching { what, bytes, total } => {
                 let mb = |bytes: &u64| *bytes as f64 / 1e6;
-                write!(
-                    f,
-                    "fetching {what}: {:.1} of {:.1} MB",
-                    mb(bytes),
-                    mb(total)
-                )
+                write!(f, "fetching {what}: {:.1} of {:.1} MB", mb(bytes), mb(total))
             }
             Progress::Unpacking { what } => write!(f, "unpacking {what}"),
             Progress::StoppingStale { pid } => {
                 write!(f, "stopping PostgreSQL {pid}, left by a killed awactl")
             }
             Progress::Initialising { data, version } => {
-                write!(
-                    f,
-                    "making a PostgreSQL {version} cluster in {}",
-                    data.display()
-                )
+                write!(f, "making a PostgreSQL {version} cluster in {}", data.display())
             }
             Progress::Starting { version } => write!(f, "starting PostgreSQL {version}"),
         }
@@ -131,10 +103,7 @@ pub struct Task {
 
 impl Task {
     pub fn new(progress: Option<ProgressFn>) -> Self {
-        Task {
-            progress,
-            cancelled: Arc::default(),
-        }
+        Task { progress, cancelled: Arc::default() }
     }
 
     pub(super) fn report(&self, progress: Progress) {

@@ -14,11 +14,7 @@ use super::server::Shutdown;
 use super::{EmbeddedError, Progress, Task};
 
 /// Stops a postmaster that still runs in `data` and waits until it is gone, with all its backends.
-pub(super) fn stop_stale(
-    data: &Path,
-    shutdown: Shutdown,
-    task: &Task,
-) -> Result<(), EmbeddedError> {
+pub(super) fn stop_stale(data: &Path, shutdown: Shutdown, task: &Task) -> Result<(), EmbeddedError> {
     let pid_file = data.join("postmaster.pid");
     if let Some(pid) = pid_in(&pid_file) {
         if is_postmaster(pid, data) {
@@ -35,12 +31,7 @@ pub(super) fn stop_stale(
 
 fn pid_in(pid_file: &Path) -> Option<u32> {
     let text = fs::read_to_string(pid_file).ok()?;
-    text.lines()
-        .next()?
-        .trim()
-        .parse()
-        .ok()
-        .filter(|pid| i32::try_from(*pid).is_ok_and(|pid| pid > 1))
+    text.lines().next()?.trim().parse().ok().filter(|pid| i32::try_from(*pid).is_ok_and(|pid| pid > 1))
 }
 
 fn stop(pid: u32, data: &Path, shutdown: Shutdown, task: &Task) -> Result<(), EmbeddedError> {
@@ -64,39 +55,24 @@ fn is_postmaster(pid: u32, data: &Path) -> bool {
     let Some(args) = command_line(pid) else {
         return false;
     };
-    let program = args
-        .first()
-        .and_then(|arg| Path::new(arg).file_name().map(|name| name == "postgres"));
-    program == Some(true)
-        && args
-            .windows(2)
-            .any(|pair| pair[0] == "-D" && pair[1] == data.as_os_str())
+    let program = args.first().and_then(|arg| Path::new(arg).file_name().map(|name| name == "postgres"));
+    program == Some(true) && args.windows(2).any(|pair| pair[0] == "-D" && pair[1] == data.as_os_str())
 }
 
 #[cfg(target_os = "linux")]
 fn command_line(pid: u32) -> Option<Vec<OsString>> {
     let bytes = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
-    Some(
-        bytes
-            .split(|byte| *byte == 0)
-            .map(|arg| OsString::from_vec(arg.to_vec()))
-            .collect(),
-    )
+    Some(bytes.split(|byte| *byte == 0).map(|arg| OsString::from_vec(arg.to_vec())).collect())
 }
 
 /// Without /proc there is only one string, which a space in a path makes ambiguous: it is split around `-D` alone.
 #[cfg(not(target_os = "linux"))]
 fn command_line(pid: u32) -> Option<Vec<OsString>> {
-    let output = std::process::Command::new("ps")
-        .args(["-ww", "-o", "command=", "-p", &pid.to_string()])
-        .output()
-        .ok()?;
+    let output =
+        std::process::Command::new("ps").args(["-ww", "-o", "command=", "-p", &pid.to_string()]).output().ok()?;
     let line = String::from_utf8(output.stdout).ok()?;
     let (program, rest) = line.split_once(" -D ")?;
-    let data = rest
-        .split_once(" -c ")
-        .map_or(rest, |(data, _)| data)
-        .trim_end();
+    let data = rest.split_once(" -c ").map_or(rest, |(data, _)| data).trim_end();
     Some([program, "-D", data].map(OsString::from).to_vec())
 }
 
@@ -126,17 +102,9 @@ fn orphans(data: &Path) -> Vec<u32> {
     };
     processes
         .flatten()
-        .filter(|process| {
-            process
-                .file_name()
-                .as_bytes()
-                .first()
-                .is_some_and(u8::is_ascii_digit)
-        })
+        .filter(|process| process.file_name().as_bytes().first().is_some_and(u8::is_ascii_digit))
         .filter(|process| fs::read_link(process.path().join("cwd")).is_ok_and(|cwd| cwd == data))
-        .filter(|process| {
-            fs::read(process.path().join("comm")).is_ok_and(|name| name == b"postgres\n")
-        })
+        .filter(|process| fs::read(process.path().join("comm")).is_ok_and(|name| name == b"postgres\n"))
         .filter_map(|process| process.file_name().to_str()?.parse().ok())
         .collect()
 }

@@ -30,19 +30,13 @@ pub(super) enum Shutdown {
 impl Shutdown {
     /// The signals to send, and how long to wait after each before the next, harsher one.
     pub fn steps(self) -> impl Iterator<Item = (Signal, Duration)> {
-        let all = [
-            (Signal::SIGINT, 60),
-            (Signal::SIGQUIT, 15),
-            (Signal::SIGKILL, 15),
-        ];
+        let all = [(Signal::SIGINT, 60), (Signal::SIGQUIT, 15), (Signal::SIGKILL, 15)];
         let skip = match self {
             Shutdown::Fast => 0,
             Shutdown::Immediate => 1,
             Shutdown::Kill => 2,
         };
-        all.into_iter()
-            .skip(skip)
-            .map(|(signal, seconds)| (signal, Duration::from_secs(seconds)))
+        all.into_iter().skip(skip).map(|(signal, seconds)| (signal, Duration::from_secs(seconds)))
     }
 }
 
@@ -53,17 +47,11 @@ pub(super) struct Postmaster {
 }
 
 impl Postmaster {
-    pub fn spawn(
-        home: &Home,
-        installation: &Installation,
-        port: u16,
-    ) -> Result<Postmaster, EmbeddedError> {
+    pub fn spawn(home: &Home, installation: &Installation, port: u16) -> Result<Postmaster, EmbeddedError> {
         let program = installation.bin.join("postgres");
         let log = File::options().create(true).append(true).open(&home.log);
         let log = log.map_err(EmbeddedError::io("open", &home.log))?;
-        let err = log
-            .try_clone()
-            .map_err(EmbeddedError::io("open", &home.log))?;
+        let err = log.try_clone().map_err(EmbeddedError::io("open", &home.log))?;
         let mut command = Command::new(&program);
         command.arg("-D").arg(&home.data);
         // These make the server reachable for us and nobody else, so nothing in the cluster may override them.
@@ -77,22 +65,10 @@ impl Postmaster {
             command.arg("-c").arg(setting);
         }
         clean_environment(&mut command);
-        command
-            .current_dir(&home.data)
-            .stdin(Stdio::null())
-            .stdout(log)
-            .stderr(err);
+        command.current_dir(&home.data).stdin(Stdio::null()).stdout(log).stderr(err);
         run_as(&mut command, home.account.as_ref());
-        let on_drop = if home.ephemeral {
-            Shutdown::Immediate
-        } else {
-            Shutdown::Fast
-        };
-        let on_death = if home.ephemeral {
-            Signal::SIGQUIT
-        } else {
-            Signal::SIGINT
-        };
+        let on_drop = if home.ephemeral { Shutdown::Immediate } else { Shutdown::Fast };
+        let on_death = if home.ephemeral { Signal::SIGQUIT } else { Signal::SIGINT };
         let child = keeper::spawn(command, on_death).map_err(EmbeddedError::io("run", &program))?;
         Ok(Postmaster { child, on_drop })
     }
@@ -147,14 +123,8 @@ pub(super) fn clean_environment(command: &mut Command) {
 
 /// A loopback port that is free now. Someone else may still take it before the server does.
 pub(super) fn free_port() -> Result<u16, EmbeddedError> {
-    let bound =
-        TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
-    bound
-        .map(|address| address.port())
-        .map_err(EmbeddedError::io(
-            "find a free port on",
-            Path::new("127.0.0.1"),
-        ))
+    let bound = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
+    bound.map(|address| address.port()).map_err(EmbeddedError::io("find a free port on", Path::new("127.0.0.1")))
 }
 
 /// What the server has written to its log since it had `offset` bytes.

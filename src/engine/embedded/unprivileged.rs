@@ -31,22 +31,14 @@ impl Account {
             return Ok(Some(owner));
         }
         owner(root)
-            .filter(|owner| {
-                User::from_uid(Uid::from_raw(owner.uid))
-                    .ok()
-                    .flatten()
-                    .is_some()
-            })
+            .filter(|owner| User::from_uid(Uid::from_raw(owner.uid)).ok().flatten().is_some())
             .or_else(Account::of_the_system)
             .map(Some)
             .ok_or(EmbeddedError::NoAccount)
     }
 
     pub fn of_the_system() -> Option<Account> {
-        ["postgres", "nobody"]
-            .iter()
-            .find_map(|name| User::from_name(name).ok().flatten())
-            .map(Account::from)
+        ["postgres", "nobody"].iter().find_map(|name| User::from_name(name).ok().flatten()).map(Account::from)
     }
 
     /// The topmost folder on the way to `path` that this account cannot pass. Looks at plain modes, not at ACLs.
@@ -68,18 +60,13 @@ impl Account {
     }
 
     pub fn give(&self, path: &Path) -> Result<(), EmbeddedError> {
-        chown(path, Some(self.uid), Some(self.gid))
-            .map_err(EmbeddedError::io("give to the server's user", path))
+        chown(path, Some(self.uid), Some(self.gid)).map_err(EmbeddedError::io("give to the server's user", path))
     }
 }
 
 impl From<User> for Account {
     fn from(user: User) -> Self {
-        Account {
-            uid: user.uid.as_raw(),
-            gid: user.gid.as_raw(),
-            name: user.name,
-        }
+        Account { uid: user.uid.as_raw(), gid: user.gid.as_raw(), name: user.name }
     }
 }
 
@@ -88,11 +75,7 @@ fn owner(path: &Path) -> Option<Account> {
     let user = User::from_uid(Uid::from_raw(meta.uid())).ok().flatten();
     Some(match user {
         Some(user) => user.into(),
-        None => Account {
-            uid: meta.uid(),
-            gid: meta.gid(),
-            name: meta.uid().to_string(),
-        },
+        None => Account { uid: meta.uid(), gid: meta.gid(), name: meta.uid().to_string() },
     })
 }
 
@@ -109,8 +92,7 @@ pub(super) fn private_dir(path: &Path, account: Option<&Account>) -> Result<(), 
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         made => made.map_err(EmbeddedError::io("make", path))?,
     }
-    fs::set_permissions(path, Permissions::from_mode(0o700))
-        .map_err(EmbeddedError::io("close", path))?;
+    fs::set_permissions(path, Permissions::from_mode(0o700)).map_err(EmbeddedError::io("close", path))?;
     account.map_or(Ok(()), |account| account.give(path))
 }
 
@@ -140,11 +122,7 @@ pub(super) fn default_dir(kind: Kind) -> PathBuf {
         Kind::Data => ("XDG_DATA_HOME", ".local/share", "/var/lib"),
         Kind::Cache => ("XDG_CACHE_HOME", ".cache", "/var/cache"),
     };
-    let absolute = |name| {
-        std::env::var_os(name)
-            .map(PathBuf::from)
-            .filter(|path| path.is_absolute())
-    };
+    let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let base = absolute(variable).unwrap_or_else(|| match absolute("HOME") {
         Some(dir) if !geteuid().is_root() => dir.join(home),
         _ => PathBuf::from(system),

@@ -40,10 +40,7 @@ pub enum State {
 }
 
 pub fn state(facts: &Facts, migrations: &[Migration]) -> State {
-    if facts.schema_exists
-        && (!facts.can_use_schema || !facts.unreadable.is_empty())
-        && facts.object_count > 0
-    {
+    if facts.schema_exists && (!facts.can_use_schema || !facts.unreadable.is_empty()) && facts.object_count > 0 {
         return State::Unreadable;
     }
     let latest = migrations.last().map_or(0, |last| last.version);
@@ -51,11 +48,10 @@ pub fn state(facts: &Facts, migrations: &[Migration]) -> State {
         let Some(current) = facts.applied.last() else {
             return State::Incomplete;
         };
-        let changed = facts.applied.iter().any(|applied| {
-            migrations
-                .iter()
-                .any(|m| m.version == applied.version && m.checksum() != applied.checksum)
-        });
+        let changed = facts
+            .applied
+            .iter()
+            .any(|applied| migrations.iter().any(|m| m.version == applied.version && m.checksum() != applied.checksum));
         return match current.version {
             version if version > latest => State::Newer,
             _ if changed => State::Different,
@@ -85,10 +81,7 @@ pub fn decide<'m>(facts: &Facts, migrations: &'m [Migration]) -> Result<&'m [Mig
     if facts.encoding != "UTF8" {
         return Err(refuse(
             facts,
-            format!(
-                "database {} is encoded in {}, jobs are UTF8",
-                facts.database, facts.encoding
-            ),
+            format!("database {} is encoded in {}, jobs are UTF8", facts.database, facts.encoding),
             "create the database with: CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0",
         ));
     }
@@ -104,11 +97,7 @@ pub fn decide<'m>(facts: &Facts, migrations: &'m [Migration]) -> Result<&'m [Mig
 }
 
 fn refuse(facts: &Facts, why: impl Into<String>, todo: impl Into<String>) -> Refusal {
-    Refusal::new(
-        format!("schema {} was not changed", facts.schema),
-        why,
-        todo,
-    )
+    Refusal::new(format!("schema {} was not changed", facts.schema), why, todo)
 }
 
 fn wrong_state(facts: &Facts, state: State) -> Refusal {
@@ -116,10 +105,7 @@ fn wrong_state(facts: &Facts, state: State) -> Refusal {
     let version = facts.peer_version.unwrap_or(0);
     let (why, todo) = match state {
         State::Newer => {
-            let (version, by) = facts
-                .applied
-                .last()
-                .map_or((0, "?"), |last| (last.version, last.awactl.as_str()));
+            let (version, by) = facts.applied.last().map_or((0, "?"), |last| (last.version, last.awactl.as_str()));
             (
                 format!("it has version {version}, applied by awactl {by}, newer than this awactl"),
                 format!("use awactl {by} or newer"),
@@ -127,49 +113,33 @@ fn wrong_state(facts: &Facts, state: State) -> Refusal {
         }
         State::Different => (
             "a version in it was applied by another build of awactl, with other SQL".into(),
-            format!(
-                "use the awactl that made it, or, if it holds nothing you need: DROP SCHEMA {schema} CASCADE"
-            ),
+            format!("use the awactl that made it, or, if it holds nothing you need: DROP SCHEMA {schema} CASCADE"),
         ),
         State::Canonical => (
-            "it is an awa 0.5.7 schema; upgrading a live 0.5 database is not in this build yet"
-                .into(),
-            "leave it to its 0.5.7 applications, and install into another database or --schema"
-                .into(),
+            "it is an awa 0.5.7 schema; upgrading a live 0.5 database is not in this build yet".into(),
+            "leave it to its 0.5.7 applications, and install into another database or --schema".into(),
         ),
         State::TooOld => (
-            format!(
-                "it is an awa schema of version {version}, older than 0.5.7 (version {PEER_05})"
-            ),
+            format!("it is an awa schema of version {version}, older than 0.5.7 (version {PEER_05})"),
             "run the migrations of awa 0.5.7 on it first, then awactl migrate".into(),
         ),
         State::Peer => (
             format!("it has version {version}, made by the migrations of awa 0.6 or newer"),
-            "keep operating it with that awa; for this engine name another database or --schema"
-                .into(),
+            "keep operating it with that awa; for this engine name another database or --schema".into(),
         ),
         State::Incomplete => (
-            "it has a version table without a version: an installation that was never finished"
-                .into(),
+            "it has a version table without a version: an installation that was never finished".into(),
             format!("look into it; if it holds nothing you need: DROP SCHEMA {schema} CASCADE"),
         ),
         State::Unreadable => (
-            format!(
-                "role {} may not read it ({})",
-                facts.role,
-                facts.unreadable.join(", ")
-            ),
+            format!("role {} may not read it ({})", facts.role, facts.unreadable.join(", ")),
             format!(
                 "GRANT USAGE ON SCHEMA {schema} TO {role}; GRANT SELECT ON ALL TABLES IN SCHEMA {schema} TO {role}",
                 role = quoted(&facts.role)
             ),
         ),
         State::Foreign | State::Absent | State::Active | State::Outdated => (
-            format!(
-                "it holds {} objects that are not awactl's ({}, …)",
-                facts.object_count,
-                facts.objects.join(", ")
-            ),
+            format!("it holds {} objects that are not awactl's ({}, …)", facts.object_count, facts.objects.join(", ")),
             "name an empty or new schema with --schema".into(),
         ),
     };
@@ -177,12 +147,7 @@ fn wrong_state(facts: &Facts, state: State) -> Refusal {
 }
 
 fn may_write(facts: &Facts) -> Result<(), Refusal> {
-    let Facts {
-        schema,
-        database,
-        role,
-        ..
-    } = facts;
+    let Facts { schema, database, role, .. } = facts;
     if facts.in_recovery {
         return Err(refuse(
             facts,
@@ -201,22 +166,14 @@ fn may_write(facts: &Facts) -> Result<(), Refusal> {
         return Err(refuse(
             facts,
             format!("role {role} may not create a schema in database {database}"),
-            format!(
-                "GRANT CREATE ON DATABASE {} TO {}",
-                quoted(database),
-                quoted(role)
-            ),
+            format!("GRANT CREATE ON DATABASE {} TO {}", quoted(database), quoted(role)),
         ));
     }
     if facts.schema_exists && !(facts.can_create_in_schema && facts.can_use_schema) {
         return Err(refuse(
             facts,
             format!("role {role} may not create objects in it"),
-            format!(
-                "GRANT USAGE, CREATE ON SCHEMA {} TO {}",
-                quoted(schema),
-                quoted(role)
-            ),
+            format!("GRANT USAGE, CREATE ON SCHEMA {} TO {}", quoted(schema), quoted(role)),
         ));
     }
     Ok(())
@@ -235,14 +192,7 @@ mod tests {
     const TOY: &[Migration] = &[toy(1000), toy(1001)];
 
     const fn toy(version: i32) -> Migration {
-        Migration {
-            version,
-            name: "toy",
-            files: &[SqlFile {
-                path: "toy.sql",
-                sql: "SELECT 1",
-            }],
-        }
+        Migration { version, name: "toy", files: &[SqlFile { path: "toy.sql", sql: "SELECT 1" }] }
     }
 
     fn facts() -> Facts {
@@ -277,11 +227,7 @@ mod tests {
             can_create_in_schema: true,
             object_count: 9,
             has_version_table: true,
-            applied: vec![Applied {
-                version,
-                checksum: TOY[0].checksum(),
-                awactl: "9.9.9".into(),
-            }],
+            applied: vec![Applied { version, checksum: TOY[0].checksum(), awactl: "9.9.9".into() }],
             ..facts()
         }
     }
@@ -306,23 +252,13 @@ mod tests {
         assert_eq!(versions(&facts()), [1000, 1001]);
         assert_eq!(versions(&ours(1000)), [1001]);
         assert_eq!(versions(&ours(1001)), [0; 0]);
-        let existing_but_empty = Facts {
-            object_count: 0,
-            has_version_table: false,
-            applied: Vec::new(),
-            ..ours(1000)
-        };
+        let existing_but_empty = Facts { object_count: 0, has_version_table: false, applied: Vec::new(), ..ours(1000) };
         assert_eq!(versions(&existing_but_empty), [1000, 1001]);
     }
 
     #[test]
     fn up_to_date_needs_no_right_to_write() {
-        let standby = Facts {
-            in_recovery: true,
-            read_only: true,
-            can_create_in_schema: false,
-            ..ours(1001)
-        };
+        let standby = Facts { in_recovery: true, read_only: true, can_create_in_schema: false, ..ours(1001) };
         assert_eq!(versions(&standby), [0; 0]);
     }
 
@@ -331,89 +267,34 @@ mod tests {
         let mut changed = ours(1000);
         changed.applied[0].checksum = "other".into();
         let cases = [
+            (Facts { server_version_num: 140_012, server_version: "14.12".into(), ..facts() }, "14.12", "15 or newer"),
+            (Facts { encoding: "LATIN1".into(), ..facts() }, "LATIN1", "UTF8"),
+            (Facts { in_recovery: true, read_only: true, ..facts() }, "standby", "primary"),
+            (Facts { read_only: true, ..facts() }, "default_transaction_read_only", "writable"),
             (
-                Facts {
-                    server_version_num: 140_012,
-                    server_version: "14.12".into(),
-                    ..facts()
-                },
-                "14.12",
-                "15 or newer",
-            ),
-            (
-                Facts {
-                    encoding: "LATIN1".into(),
-                    ..facts()
-                },
-                "LATIN1",
-                "UTF8",
-            ),
-            (
-                Facts {
-                    in_recovery: true,
-                    read_only: true,
-                    ..facts()
-                },
-                "standby",
-                "primary",
-            ),
-            (
-                Facts {
-                    read_only: true,
-                    ..facts()
-                },
-                "default_transaction_read_only",
-                "writable",
-            ),
-            (
-                Facts {
-                    can_create_schema: false,
-                    ..facts()
-                },
+                Facts { can_create_schema: false, ..facts() },
                 "may not create a schema",
                 "GRANT CREATE ON DATABASE \"db\" TO \"me\"",
             ),
             (
-                Facts {
-                    can_create_in_schema: false,
-                    ..ours(1000)
-                },
+                Facts { can_create_in_schema: false, ..ours(1000) },
                 "may not create objects",
                 "GRANT USAGE, CREATE ON SCHEMA \"awa\" TO \"me\"",
             ),
             (
-                Facts {
-                    can_use_schema: false,
-                    unreadable: vec!["awactl_version".into()],
-                    ..ours(1001)
-                },
+                Facts { can_use_schema: false, unreadable: vec!["awactl_version".into()], ..ours(1001) },
                 "may not read",
                 "GRANT USAGE",
             ),
             (ours(1002), "newer than this awactl", "awactl 9.9.9"),
             (changed, "another build", "DROP SCHEMA"),
-            (
-                Facts {
-                    applied: Vec::new(),
-                    ..ours(1000)
-                },
-                "never finished",
-                "look into it",
-            ),
+            (Facts { applied: Vec::new(), ..ours(1000) }, "never finished", "look into it"),
             (peer(None), "never finished", "look into it"),
             (peer(Some(5)), "older than 0.5.7", "0.5.7"),
             (peer(Some(11)), "0.5.7", "another database"),
             (peer(Some(12)), "awa 0.6 or newer", "another database"),
             (peer(Some(999)), "awa 0.6 or newer", "another database"),
-            (
-                Facts {
-                    has_peer_version_table: false,
-                    objects: vec!["t".into()],
-                    ..peer(None)
-                },
-                "9 objects",
-                "--schema",
-            ),
+            (Facts { has_peer_version_table: false, objects: vec!["t".into()], ..peer(None) }, "9 objects", "--schema"),
         ];
         for (facts, why, todo) in cases {
             let refusal = decide(&facts, TOY).err().unwrap();

@@ -27,11 +27,7 @@ pub enum Event {
     /// Somebody else is migrating; `holder` says who.
     Waiting { holder: String },
     /// Starting on one file.
-    Applying {
-        version: i32,
-        name: &'static str,
-        file: &'static str,
-    },
+    Applying { version: i32, name: &'static str, file: &'static str },
 }
 
 pub type Observer<'a> = &'a (dyn Fn(Event) + Send + Sync);
@@ -60,11 +56,7 @@ pub async fn run(
     }
     // Read committed whatever the default is: after waiting for the lock, the second probe must
     // see what its last holder committed.
-    let transaction = client
-        .build_transaction()
-        .isolation_level(IsolationLevel::ReadCommitted)
-        .start()
-        .await?;
+    let transaction = client.build_transaction().isolation_level(IsolationLevel::ReadCommitted).start().await?;
     // A role's own timeouts and search path must not decide how an installation ends; the
     // Unicode escapes of `Schema::render` need standard strings.
     transaction
@@ -82,11 +74,7 @@ pub async fn run(
     let steps = decide(&facts, migrations)?;
     for step in steps {
         for file in step.files {
-            observer(Event::Applying {
-                version: step.version,
-                name: step.name,
-                file: file.path,
-            });
+            observer(Event::Applying { version: step.version, name: step.name, file: file.path });
             apply(&transaction, schema, file).await?;
         }
         record(&transaction, schema, step).await?;
@@ -100,20 +88,13 @@ fn outcome(facts: &Facts, steps: &[Migration]) -> Outcome {
     Outcome {
         schema: facts.schema.clone(),
         from_version,
-        schema_version: steps
-            .last()
-            .map(|step| step.version)
-            .or(from_version)
-            .unwrap_or(0),
+        schema_version: steps.last().map(|step| step.version).or(from_version).unwrap_or(0),
         applied: steps.iter().map(|step| step.version).collect(),
     }
 }
 
 async fn lock(transaction: &Transaction<'_>, observer: Observer<'_>) -> Result<()> {
-    let free: bool = transaction
-        .query_one("SELECT pg_try_advisory_xact_lock($1)", &[&LOCK])
-        .await?
-        .get(0);
+    let free: bool = transaction.query_one("SELECT pg_try_advisory_xact_lock($1)", &[&LOCK]).await?.get(0);
     if free {
         return Ok(());
     }
@@ -130,9 +111,7 @@ async fn lock(transaction: &Transaction<'_>, observer: Observer<'_>) -> Result<(
         .await?
         .map_or_else(|| "just finished".to_owned(), |row| row.get(0));
     observer(Event::Waiting { holder });
-    transaction
-        .execute("SELECT pg_advisory_xact_lock($1)", &[&LOCK])
-        .await?;
+    transaction.execute("SELECT pg_advisory_xact_lock($1)", &[&LOCK]).await?;
     Ok(())
 }
 
@@ -148,11 +127,7 @@ async fn apply(transaction: &Transaction<'_>, schema: &Schema, file: &SqlFile) -
         };
         EngineError::Migration {
             file: file.path.to_owned(),
-            line: 1 + sql
-                .chars()
-                .take(at.saturating_sub(1))
-                .filter(|c| *c == '\n')
-                .count(),
+            line: 1 + sql.chars().take(at.saturating_sub(1)).filter(|c| *c == '\n').count(),
             message: super::error::chain(&source),
             source,
         }
@@ -166,12 +141,7 @@ async fn record(transaction: &Transaction<'_>, schema: &Schema, step: &Migration
         schema.quoted()
     );
     let version = env!("CARGO_PKG_VERSION");
-    transaction
-        .execute(
-            &sql,
-            &[&step.version, &step.name, &step.checksum(), &version],
-        )
-        .await?;
+    transaction.execute(&sql, &[&step.version, &step.name, &step.checksum(), &version]).await?;
     Ok(())
 }
 
@@ -187,10 +157,7 @@ pub async fn require_current(client: &Client, schema: &Schema) -> Result<()> {
         .await?
         .get(0);
     let found: Option<i32> = if installed {
-        let sql = format!(
-            "SELECT max(version) FROM {}.awactl_version",
-            schema.quoted()
-        );
+        let sql = format!("SELECT max(version) FROM {}.awactl_version", schema.quoted());
         client.query_one(&sql, &[]).await?.get(0)
     } else {
         None
@@ -198,11 +165,7 @@ pub async fn require_current(client: &Client, schema: &Schema) -> Result<()> {
     let schema = name.to_owned();
     match found {
         None => Err(EngineError::NotInstalled { schema }),
-        Some(found) if found != wanted => Err(EngineError::WrongVersion {
-            schema,
-            found,
-            wanted,
-        }),
+        Some(found) if found != wanted => Err(EngineError::WrongVersion { schema, found, wanted }),
         Some(_) => Ok(()),
     }
 }
@@ -260,11 +223,7 @@ pub fn status_of(facts: &Facts, migrations: &[Migration]) -> Status {
         schema_version: ours.or(facts.peer_version),
         latest_version: migrations.last().map_or(0, |last| last.version),
         remaining: BTreeMap::new(),
-        live_05_runtimes: if ours.is_some() {
-            0
-        } else {
-            facts.live_05_runtimes
-        },
+        live_05_runtimes: if ours.is_some() { 0 } else { facts.live_05_runtimes },
         blockers,
         next,
         // Ours from the start has nothing to return to.

@@ -114,26 +114,15 @@ pub async fn probe(client: &impl GenericClient, schema: &Schema) -> Result<Facts
     Ok(facts)
 }
 
-async fn read(
-    client: &impl GenericClient,
-    schema: &Schema,
-    table: &str,
-    facts: &mut Facts,
-) -> Result<()> {
+async fn read(client: &impl GenericClient, schema: &Schema, table: &str, facts: &mut Facts) -> Result<()> {
     let quoted = schema.quoted();
     match table {
         "awactl_version" => {
-            let sql = format!(
-                "SELECT version, checksum, awactl FROM {quoted}.awactl_version ORDER BY version"
-            );
+            let sql = format!("SELECT version, checksum, awactl FROM {quoted}.awactl_version ORDER BY version");
             let rows = client.query(&sql, &[]).await?;
             facts.applied = rows
                 .iter()
-                .map(|row| Applied {
-                    version: row.get(0),
-                    checksum: row.get(1),
-                    awactl: row.get(2),
-                })
+                .map(|row| Applied { version: row.get(0), checksum: row.get(1), awactl: row.get(2) })
                 .collect();
         }
         // A stranger's table may have the same name, with other columns: look before reading.
@@ -142,13 +131,7 @@ async fn read(
             facts.peer_version = client.query_one(&sql, &[]).await?.get(0);
         }
         "runtime_instances"
-            if has_columns(
-                client,
-                schema,
-                table,
-                &["last_seen_at", "storage_capability", "shutting_down"],
-            )
-            .await? =>
+            if has_columns(client, schema, table, &["last_seen_at", "storage_capability", "shutting_down"]).await? =>
         {
             let sql = format!(
                 "SELECT count(*) FROM {quoted}.runtime_instances
@@ -162,12 +145,7 @@ async fn read(
     Ok(())
 }
 
-async fn has_columns(
-    client: &impl GenericClient,
-    schema: &Schema,
-    table: &str,
-    columns: &[&str],
-) -> Result<bool> {
+async fn has_columns(client: &impl GenericClient, schema: &Schema, table: &str, columns: &[&str]) -> Result<bool> {
     let row = client
         .query_one(
             "SELECT count(*) = $3 FROM pg_attribute AS a
@@ -175,12 +153,7 @@ async fn has_columns(
              JOIN pg_namespace AS n ON n.oid = c.relnamespace
              WHERE n.nspname = $1 AND c.relname = $2 AND a.attname = ANY($4) AND NOT a.attisdropped
                AND (a.attname <> 'version' OR a.atttypid IN ('int2'::regtype, 'int4'::regtype, 'int8'::regtype))",
-            &[
-                &schema.as_str(),
-                &table,
-                &i64::try_from(columns.len()).unwrap_or(i64::MAX),
-                &columns,
-            ],
+            &[&schema.as_str(), &table, &i64::try_from(columns.len()).unwrap_or(i64::MAX), &columns],
         )
         .await?;
     Ok(row.get(0))

@@ -52,7 +52,13 @@ impl Ended {
     fn unhandled(job: &Job) -> Self {
         let age = (job.claimed_at - job.created_at).to_std().unwrap_or_default();
         let delay = (age / 2).clamp(Duration::from_secs(1), Duration::from_secs(300));
-        tracing::warn!(job_id = job.id, kind = &*job.kind, queue = &*job.queue, ?delay, "no handler for this kind; handed back");
+        tracing::warn!(
+            job_id = job.id,
+            kind = &*job.kind,
+            queue = &*job.queue,
+            ?delay,
+            "no handler for this kind; handed back"
+        );
         Self::Otherwise { ending: Ending::Snooze(delay), error: None, progress: None, handed_back: true }
     }
 
@@ -71,7 +77,12 @@ pub(super) struct Completer {
 
 impl Completer {
     /// `flushed` hears how many results left after each flush.
-    pub fn new(target: Target, stats: Arc<Stats>, inbox: UnboundedReceiver<Finished>, flushed: impl Fn(usize) + Send + 'static) -> Self {
+    pub fn new(
+        target: Target,
+        stats: Arc<Stats>,
+        inbox: UnboundedReceiver<Finished>,
+        flushed: impl Fn(usize) + Send + 'static,
+    ) -> Self {
         Self { link: Link::new(target), stats, inbox, flushed: Box::new(flushed) }
     }
 

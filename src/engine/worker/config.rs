@@ -46,10 +46,7 @@ pub struct QueueConfig {
 
 impl Default for QueueConfig {
     fn default() -> Self {
-        Self {
-            workers: DEFAULT_WORKERS,
-            deadline: None,
-        }
+        Self { workers: DEFAULT_WORKERS, deadline: None }
     }
 }
 
@@ -69,10 +66,7 @@ pub enum ConfigError {
     Read { path: PathBuf, source: io::Error },
     /// The message names the field, what is allowed, and the line and column, counted from 1.
     #[error("{}{message}", place(path.as_deref()))]
-    Invalid {
-        path: Option<PathBuf>,
-        message: String,
-    },
+    Invalid { path: Option<PathBuf>, message: String },
 }
 
 fn place(path: Option<&Path>) -> String {
@@ -83,15 +77,10 @@ impl Config {
     /// Reads the file at `path`.
     pub fn load(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
         let path = path.as_ref();
-        let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read {
-            path: path.to_owned(),
-            source,
-        })?;
+        let text =
+            std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
         Self::parse(&text).map_err(|error| match error {
-            ConfigError::Invalid { message, .. } => ConfigError::Invalid {
-                path: Some(path.to_owned()),
-                message,
-            },
+            ConfigError::Invalid { message, .. } => ConfigError::Invalid { path: Some(path.to_owned()), message },
             other => other,
         })
     }
@@ -101,10 +90,7 @@ impl Config {
         let config: Result<Option<Self>, _> = serde_yaml::from_str(text);
         match config {
             Ok(config) => Ok(config.unwrap_or_default()),
-            Err(error) => Err(ConfigError::Invalid {
-                path: None,
-                message: with_suggestion(error.to_string()),
-            }),
+            Err(error) => Err(ConfigError::Invalid { path: None, message: with_suggestion(error.to_string()) }),
         }
     }
 
@@ -176,9 +162,7 @@ impl RawHandler {
                 ));
             }
             if name.starts_with("AWA_JOB_") {
-                return Err(format!(
-                    "`env`: `{name}` cannot be set: the worker sets the names in AWA_JOB_"
-                ));
+                return Err(format!("`env`: `{name}` cannot be set: the worker sets the names in AWA_JOB_"));
             }
         }
         Ok(Exec {
@@ -193,23 +177,16 @@ impl RawHandler {
     fn builtin(self, name: &str) -> Result<Builtin, String> {
         let (allowed, takes): (&[&str], _) = match name {
             "sleep" => (&["duration"], "takes only `duration`"),
-            "flaky" => (
-                &["fail_times", "probability"],
-                "takes only `fail_times` or `probability`",
-            ),
+            "flaky" => (&["fail_times", "probability"], "takes only `fail_times` or `probability`"),
             _ => (&[], "takes nothing more"),
         };
         self.refuse_all_but(allowed, &format!("builtin `{name}`, which {takes}"))?;
         Ok(match name {
             "noop" => Builtin::Noop,
-            "sleep" => Builtin::Sleep {
-                duration: self.duration.map(|AnyDuration(duration)| duration),
-            },
+            "sleep" => Builtin::Sleep { duration: self.duration.map(|AnyDuration(duration)| duration) },
             "echo" => Builtin::Echo,
             "fail" => Builtin::Fail,
-            "flaky" => Builtin::Flaky(
-                FlakyRule::from_fields(self.fail_times, self.probability)?.unwrap_or_default(),
-            ),
+            "flaky" => Builtin::Flaky(FlakyRule::from_fields(self.fail_times, self.probability)?.unwrap_or_default()),
             other => return Err(format!("there is no builtin `{other}`")),
         })
     }
@@ -224,10 +201,7 @@ impl RawHandler {
             ("fail_times", self.fail_times.is_some()),
             ("probability", self.probability.is_some()),
         ];
-        match given
-            .iter()
-            .find(|(name, given)| *given && !allowed.contains(name))
-        {
+        match given.iter().find(|(name, given)| *given && !allowed.contains(name)) {
             Some((name, _)) => Err(format!("`{name}` does not go with {of}")),
             None => Ok(()),
         }
@@ -246,9 +220,7 @@ impl<'de> Deserialize<'de> for HandlerConfig {
                 f.write_str("a handler such as `{exec: [PROGRAM]}` or `{builtin: noop}`")
             }
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<HandlerConfig, A::Error> {
-                RawHandler::deserialize(MapAccessDeserializer::new(map))?
-                    .resolve()
-                    .map_err(de::Error::custom)
+                RawHandler::deserialize(MapAccessDeserializer::new(map))?.resolve().map_err(de::Error::custom)
             }
         }
         deserializer.deserialize_map(HandlerVisitor)
@@ -323,9 +295,7 @@ fn some_limit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Durat
     Ok(Option::<Limit>::deserialize(deserializer)?.map(|Limit(limit)| limit))
 }
 
-fn queues<'de, D: Deserializer<'de>>(
-    deserializer: D,
-) -> Result<BTreeMap<String, QueueConfig>, D::Error> {
+fn queues<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, QueueConfig>, D::Error> {
     let check = |name: &str| {
         if name == ANY_KIND {
             return Err("is no queue; `*` is for handlers, a queue is named in full".into());
@@ -333,17 +303,11 @@ fn queues<'de, D: Deserializer<'de>>(
         check_name(name)
     };
     // `default:` with nothing behind it is a queue with every setting left alone.
-    let queues: BTreeMap<String, Option<QueueConfig>> =
-        deserializer.deserialize_map(Named::new("queues", check))?;
-    Ok(queues
-        .into_iter()
-        .map(|(name, queue)| (name, queue.unwrap_or_default()))
-        .collect())
+    let queues: BTreeMap<String, Option<QueueConfig>> = deserializer.deserialize_map(Named::new("queues", check))?;
+    Ok(queues.into_iter().map(|(name, queue)| (name, queue.unwrap_or_default())).collect())
 }
 
-fn handlers<'de, D: Deserializer<'de>>(
-    deserializer: D,
-) -> Result<BTreeMap<String, HandlerConfig>, D::Error> {
+fn handlers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, HandlerConfig>, D::Error> {
     deserializer.deserialize_map(Named::new("handlers", check_name))
 }
 
@@ -358,11 +322,7 @@ struct Named<V> {
 
 impl<V> Named<V> {
     fn new(what: &'static str, check: NameCheck) -> Self {
-        Self {
-            what,
-            check,
-            values: PhantomData,
-        }
+        Self { what, check, values: PhantomData }
     }
 }
 
@@ -380,10 +340,7 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for Named<V> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
         let mut named = BTreeMap::new();
-        while let Some(name) = map.next_key_seed(Name {
-            check: self.check,
-            taken: &named,
-        })? {
+        while let Some(name) = map.next_key_seed(Name { check: self.check, taken: &named })? {
             let value = map.next_value()?;
             named.insert(name, value);
         }
@@ -431,9 +388,7 @@ fn with_suggestion(message: String) -> String {
     let Some(unknown) = quoted.next() else {
         return message;
     };
-    let nearest = quoted
-        .map(|name| (strsim::damerau_levenshtein(unknown, name), name))
-        .min();
+    let nearest = quoted.map(|name| (strsim::damerau_levenshtein(unknown, name), name)).min();
     match nearest {
         Some((distance, name)) if distance <= 1 + name.len() / 4 => {
             format!("{message}; did you mean `{name}`?")

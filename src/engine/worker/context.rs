@@ -59,12 +59,7 @@ struct Shared {
 impl JobContext {
     /// Wraps a claimed job.
     pub fn new(job: Job) -> Self {
-        Self(Arc::new(Shared {
-            job,
-            cancelled: AtomicU8::new(0),
-            wake: Notify::new(),
-            progress: Mutex::new(None),
-        }))
+        Self(Arc::new(Shared { job, cancelled: AtomicU8::new(0), wake: Notify::new(), progress: Mutex::new(None) }))
     }
 
     /// The job.
@@ -74,12 +69,7 @@ impl JobContext {
 
     /// Asks the handler to stop. Only the first reason counts.
     pub fn cancel(&self, reason: CancelReason) {
-        let first = self.0.cancelled.compare_exchange(
-            0,
-            reason.code(),
-            Ordering::AcqRel,
-            Ordering::Acquire,
-        );
+        let first = self.0.cancelled.compare_exchange(0, reason.code(), Ordering::AcqRel, Ordering::Acquire);
         if first.is_ok() {
             self.0.wake.notify_waiters();
         }
@@ -119,10 +109,7 @@ impl JobContext {
     }
 
     fn progress_slot(&self) -> std::sync::MutexGuard<'_, Option<RawJson>> {
-        self.0
-            .progress
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.0.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -280,7 +280,12 @@ impl Dispatcher {
 }
 
 /// Runs the handler; when the fleet aborts, asks it to stop, and gives it up after its grace.
-async fn attend(worker: &dyn Worker, ctx: &JobContext, deadline: Option<Duration>, phase: &mut watch::Receiver<Phase>) -> Outcome {
+async fn attend(
+    worker: &dyn Worker,
+    ctx: &JobContext,
+    deadline: Option<Duration>,
+    phase: &mut watch::Receiver<Phase>,
+) -> Outcome {
     let mut run = std::pin::pin!(run_guarded(worker, ctx, deadline));
     tokio::select! {
         biased;

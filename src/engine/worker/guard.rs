@@ -29,11 +29,7 @@ pub fn run_now(worker: &dyn Worker, job: &Job) -> Option<Outcome> {
 /// cancelled with [`CancelReason::Deadline`], the future gets [`Worker::stop_grace`] to wind up and
 /// is dropped; the attempt retries with [`DEADLINE_EXCEEDED`] whatever it still answers. Other
 /// cancellations are the handler's to obey: to force one, drop this future.
-pub async fn run_guarded(
-    worker: &dyn Worker,
-    ctx: &JobContext,
-    deadline: Option<Duration>,
-) -> Outcome {
+pub async fn run_guarded(worker: &dyn Worker, ctx: &JobContext, deadline: Option<Duration>) -> Outcome {
     if let Some(reason) = ctx.cancel_reason() {
         return Outcome::stopped(reason);
     }

@@ -51,10 +51,7 @@ where
     F: Fn(JobContext) -> Fut + Send + Sync + 'static,
     Fut: Future<Output = Outcome> + Send + 'static,
 {
-    WorkerFn {
-        kind: kind.into(),
-        run,
-    }
+    WorkerFn { kind: kind.into(), run }
 }
 
 /// Makes a handler of a closure that blocks; it runs on tokio's threads for blocking work.
@@ -65,10 +62,7 @@ pub fn blocking_fn<F>(kind: impl Into<String>, run: F) -> BlockingFn<F>
 where
     F: Fn(&JobContext) -> Outcome + Send + Sync + 'static,
 {
-    BlockingFn {
-        kind: kind.into(),
-        run: Arc::new(run),
-    }
+    BlockingFn { kind: kind.into(), run: Arc::new(run) }
 }
 
 /// What [`worker_fn`] makes.
@@ -164,10 +158,7 @@ impl Registry {
     /// Adds a handler that somebody else holds too.
     pub fn insert_shared(&mut self, worker: Arc<dyn Worker>) -> Result<(), RegistryError> {
         let kind = worker.kind();
-        check_name(kind).map_err(|reason| RegistryError::BadKind {
-            kind: kind.escape_debug().to_string(),
-            reason,
-        })?;
+        check_name(kind).map_err(|reason| RegistryError::BadKind { kind: kind.escape_debug().to_string(), reason })?;
         if self.handles_by_name(kind) {
             return Err(RegistryError::Duplicate(kind.to_owned()));
         }
@@ -216,10 +207,7 @@ impl Registry {
 
 impl fmt::Debug for Registry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Registry")
-            .field("kinds", &self.kinds())
-            .field("any", &self.handles_any())
-            .finish()
+        f.debug_struct("Registry").field("kinds", &self.kinds()).field("any", &self.handles_any()).finish()
     }
 }
 
@@ -227,9 +215,7 @@ impl fmt::Debug for Registry {
 pub(super) fn check_name(name: &str) -> Result<(), String> {
     let chars = name.chars().count();
     if !(1..=MAX_NAME_CHARS).contains(&chars) {
-        return Err(format!(
-            "has {chars} characters; 1 to {MAX_NAME_CHARS} are allowed"
-        ));
+        return Err(format!("has {chars} characters; 1 to {MAX_NAME_CHARS} are allowed"));
     }
     if name.chars().any(char::is_control) {
         return Err("has a control character; none is allowed".into());

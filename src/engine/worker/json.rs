@@ -145,11 +145,7 @@ impl<'a> FromSql<'a> for RawJson {
 }
 
 impl ToSql for RawJson {
-    fn to_sql(
-        &self,
-        ty: &Type,
-        out: &mut BytesMut,
-    ) -> Result<IsNull, Box<dyn Error + Sync + Send>> {
+    fn to_sql(&self, ty: &Type, out: &mut BytesMut) -> Result<IsNull, Box<dyn Error + Sync + Send>> {
         if ty == &Type::JSONB {
             out.put_u8(1);
         }
@@ -188,9 +184,7 @@ mod tests {
 
     #[test]
     fn what_jsonb_refuses_is_refused_with_its_path() {
-        let error = RawJson::from_json(r#"{"ok":"\\u0000","list":[1,{"name":"a\u0000b"}]}"#)
-            .unwrap_err()
-            .to_string();
+        let error = RawJson::from_json(r#"{"ok":"\\u0000","list":[1,{"name":"a\u0000b"}]}"#).unwrap_err().to_string();
         assert!(error.starts_with("$.list[1].name: "), "{error}");
         let error = RawJson::from_json(r#"[{},{"k\u0000":1}]"#).unwrap_err();
         assert!(error.to_string().starts_with("$[1].k\\u0000: "), "{error}");

@@ -78,7 +78,8 @@ pub(super) struct Listener {
 
 impl Listener {
     pub fn new(target: Target, queues: impl Iterator<Item = Arc<str>>, stats: Arc<Stats>) -> (Self, Bell) {
-        let queues: HashMap<_, _> = queues.map(|q| (q, Queue { rung: Notify::new(), registered: watch::Sender::new(false) })).collect();
+        let queues: HashMap<_, _> =
+            queues.map(|q| (q, Queue { rung: Notify::new(), registered: watch::Sender::new(false) })).collect();
         let queues = Arc::new(queues);
         let (sender, commands) = unbounded_channel();
         let bell = Bell { commands: sender, queues: Arc::clone(&queues) };
@@ -113,13 +114,20 @@ impl Listener {
         session.batch_execute(SESSION_SETTINGS).await?;
         let schema = &self.target.schema;
         let channel: String = session
-            .query_one(&schema.render("SELECT 'awa_wake_' || '{schema}.runtime_instances'::regclass::oid::integer"), &[])
+            .query_one(
+                &schema.render("SELECT 'awa_wake_' || '{schema}.runtime_instances'::regclass::oid::integer"),
+                &[],
+            )
             .await?
             .try_get(0)?;
         session.batch_execute(&format!("LISTEN \"{channel}\"")).await?;
         let lock = Lock {
-            take: schema.render("SELECT pg_advisory_lock_shared('{schema}.runtime_instances'::regclass::oid::integer, hashtext($1))"),
-            release: schema.render("SELECT pg_advisory_unlock_shared('{schema}.runtime_instances'::regclass::oid::integer, hashtext($1))"),
+            take: schema.render(
+                "SELECT pg_advisory_lock_shared('{schema}.runtime_instances'::regclass::oid::integer, hashtext($1))",
+            ),
+            release: schema.render(
+                "SELECT pg_advisory_unlock_shared('{schema}.runtime_instances'::regclass::oid::integer, hashtext($1))",
+            ),
         };
         for queue in asleep.iter() {
             lock.take(&session, queue).await?;

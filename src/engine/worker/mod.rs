@@ -19,8 +19,7 @@ pub use context::{CancelReason, JobContext};
 pub use fleet::{Fleet, FleetOptions, QueueOptions, instance_name};
 pub use guard::{DEADLINE_EXCEEDED, run_guarded, run_now};
 pub use handler::{
-    ANY_KIND, BlockingFn, MAX_NAME_CHARS, Registry, RegistryError, Worker, WorkerFn, blocking_fn,
-    worker_fn,
+    ANY_KIND, BlockingFn, MAX_NAME_CHARS, Registry, RegistryError, Worker, WorkerFn, blocking_fn, worker_fn,
 };
 pub use job::{Job, JobExtras};
 pub use json::{JsonError, RawJson};

@@ -18,10 +18,7 @@ pub enum Outcome {
     Fail { error: String },
     /// Failed; tried again while attempts are left, `after` a time of the handler's choosing or,
     /// without one, the queue's backoff.
-    Retry {
-        error: String,
-        after: Option<Duration>,
-    },
+    Retry { error: String, after: Option<Duration> },
     /// Not now: comes back after this long, and the attempt does not count.
     Snooze(Duration),
     /// The job is cancelled.
@@ -33,25 +30,18 @@ pub enum Outcome {
 impl Outcome {
     /// Fails for good.
     pub fn fail(error: impl Into<String>) -> Self {
-        Self::Fail {
-            error: error.into(),
-        }
+        Self::Fail { error: error.into() }
     }
 
     /// Retries with the queue's backoff.
     pub fn retry(error: impl Into<String>) -> Self {
-        Self::Retry {
-            error: error.into(),
-            after: None,
-        }
+        Self::Retry { error: error.into(), after: None }
     }
 
     /// What a handler stopped by `reason` answers when it has no better word.
     pub fn stopped(reason: CancelReason) -> Self {
         match reason {
-            CancelReason::Requested => Self::Cancel {
-                reason: "cancelled while running".into(),
-            },
+            CancelReason::Requested => Self::Cancel { reason: "cancelled while running".into() },
             CancelReason::Deadline => Self::retry(super::guard::DEADLINE_EXCEEDED),
             // Handed back at once for another worker; stopping this one is not the job's failure.
             CancelReason::Shutdown => Self::Snooze(Duration::ZERO),
@@ -63,9 +53,9 @@ impl Outcome {
     /// Makes the texts storable: no U+0000, at most [`MAX_ERROR_BYTES`].
     pub(super) fn sanitized(mut self) -> Self {
         match &mut self {
-            Self::Fail { error: text }
-            | Self::Retry { error: text, .. }
-            | Self::Cancel { reason: text } => sanitize(text),
+            Self::Fail { error: text } | Self::Retry { error: text, .. } | Self::Cancel { reason: text } => {
+                sanitize(text)
+            }
             Self::Complete | Self::Snooze(_) | Self::Unhandled => {}
         }
         self

@@ -69,10 +69,7 @@ pub struct BuiltinWorker {
 impl BuiltinWorker {
     /// Takes the jobs of `kind`.
     pub fn new(kind: impl Into<String>, builtin: Builtin) -> Self {
-        Self {
-            kind: kind.into(),
-            builtin,
-        }
+        Self { kind: kind.into(), builtin }
     }
 
     /// The answer at once, or how long to sleep first.
@@ -92,9 +89,7 @@ impl BuiltinWorker {
             Builtin::Flaky(rule) => flaky(job, *rule),
         };
         // Arguments that make no sense make none next time either.
-        Ok(outcome.unwrap_or_else(|error| {
-            Outcome::fail(format!("builtin `{}`: {error}", self.builtin.name()))
-        }))
+        Ok(outcome.unwrap_or_else(|error| Outcome::fail(format!("builtin `{}`: {error}", self.builtin.name()))))
     }
 }
 
@@ -153,11 +148,7 @@ fn sleep_time(job: &Job, default: Option<Duration>) -> Result<Duration, String> 
 fn fail(job: &Job) -> Result<Outcome, String> {
     let args: FailArgs = args_of(job)?;
     let error = args.error.unwrap_or_else(|| "failed as asked".into());
-    Ok(if args.terminal {
-        Outcome::fail(error)
-    } else {
-        Outcome::retry(error)
-    })
+    Ok(if args.terminal { Outcome::fail(error) } else { Outcome::retry(error) })
 }
 
 fn flaky(job: &Job, default: FlakyRule) -> Result<Outcome, String> {
@@ -170,31 +161,18 @@ fn flaky(job: &Job, default: FlakyRule) -> Result<Outcome, String> {
         FlakyRule::FailTimes(times) => i64::from(attempt) <= i64::from(times),
         FlakyRule::Probability(probability) => rand::random_bool(probability),
     };
-    Ok(if fails {
-        Outcome::retry(format!("flaky: attempt {attempt} fails as asked"))
-    } else {
-        Outcome::Complete
-    })
+    Ok(if fails { Outcome::retry(format!("flaky: attempt {attempt} fails as asked")) } else { Outcome::Complete })
 }
 
 impl FlakyRule {
     /// The rule two optional fields spell, `None` without either.
-    pub(crate) fn from_fields(
-        fail_times: Option<u32>,
-        probability: Option<f64>,
-    ) -> Result<Option<Self>, String> {
+    pub(crate) fn from_fields(fail_times: Option<u32>, probability: Option<f64>) -> Result<Option<Self>, String> {
         match (fail_times, probability) {
             (None, None) => Ok(None),
             (Some(times), None) => Ok(Some(Self::FailTimes(times))),
-            (None, Some(probability)) if (0.0..=1.0).contains(&probability) => {
-                Ok(Some(Self::Probability(probability)))
-            }
-            (None, Some(probability)) => Err(format!(
-                "`probability` is {probability}; 0.0 to 1.0 is allowed"
-            )),
-            (Some(_), Some(_)) => {
-                Err("`fail_times` and `probability` exclude each other; give one".into())
-            }
+            (None, Some(probability)) if (0.0..=1.0).contains(&probability) => Ok(Some(Self::Probability(probability))),
+            (None, Some(probability)) => Err(format!("`probability` is {probability}; 0.0 to 1.0 is allowed")),
+            (Some(_), Some(_)) => Err("`fail_times` and `probability` exclude each other; give one".into()),
         }
     }
 }

@@ -78,10 +78,7 @@ pub struct ExecWorker {
 impl ExecWorker {
     /// Takes the jobs of `kind`; `exec.argv` must not be empty.
     pub fn new(kind: impl Into<String>, exec: Exec) -> Self {
-        Self {
-            kind: kind.into(),
-            exec,
-        }
+        Self { kind: kind.into(), exec }
     }
 
     async fn run(&self, ctx: &JobContext) -> Outcome {
@@ -89,8 +86,7 @@ impl ExecWorker {
         let Some(program) = self.exec.argv.first() else {
             return Outcome::retry("exec has no program to run");
         };
-        let mut process = match Process::spawn(self.command(program, job), STDOUT_TAIL, STDERR_TAIL)
-        {
+        let mut process = match Process::spawn(self.command(program, job), STDOUT_TAIL, STDERR_TAIL) {
             Ok(process) => process,
             Err(error) => return Outcome::retry(self.why_not_started(program, &error)),
         };
@@ -138,8 +134,7 @@ impl ExecWorker {
         if self.exec.clear_env {
             command.env_clear();
         }
-        let time =
-            |at: chrono::DateTime<chrono::Utc>| at.to_rfc3339_opts(SecondsFormat::Micros, true);
+        let time = |at: chrono::DateTime<chrono::Utc>| at.to_rfc3339_opts(SecondsFormat::Micros, true);
         command
             .envs(&self.exec.env)
             .env("AWA_JOB_ID", job.id.to_string())
@@ -206,26 +201,18 @@ fn answer(status: ExitStatus, process: &Process, ctx: &JobContext) -> Outcome {
     if matches!(code, Some(64..=69)) {
         return Outcome::fail(with_stderr(describe(status), process));
     }
-    let wishes = control
-        .snooze
-        .transpose()
-        .and_then(|snooze| Ok((snooze, control.retry_after.transpose()?)));
+    let wishes = control.snooze.transpose().and_then(|snooze| Ok((snooze, control.retry_after.transpose()?)));
     match (code, wishes) {
         (Some(0 | 75), Ok((Some(snooze), _))) => Outcome::Snooze(snooze),
         (Some(0), Ok((None, None))) => Outcome::Complete,
-        (Some(0), Ok((None, after))) => Outcome::Retry {
-            error: with_stderr("the program asked for a retry".into(), process),
-            after,
-        },
-        (_, Ok((_, after))) => Outcome::Retry {
-            error: with_stderr(describe(status), process),
-            after,
-        },
+        (Some(0), Ok((None, after))) => {
+            Outcome::Retry { error: with_stderr("the program asked for a retry".into(), process), after }
+        }
+        (_, Ok((_, after))) => Outcome::Retry { error: with_stderr(describe(status), process), after },
         // Completing would drop what the program asked for.
-        (_, Err(wrong)) => Outcome::retry(with_stderr(
-            format!("{}, and its last line of output: {wrong}", describe(status)),
-            process,
-        )),
+        (_, Err(wrong)) => {
+            Outcome::retry(with_stderr(format!("{}, and its last line of output: {wrong}", describe(status)), process))
+        }
     }
 }
 
@@ -247,10 +234,8 @@ impl Control {
             None => 0,
         };
         let line = bytes[start..].trim_ascii();
-        let fields: Option<BTreeMap<String, Box<RawValue>>> = line
-            .starts_with(b"{")
-            .then(|| serde_json::from_slice(line).ok())
-            .flatten();
+        let fields: Option<BTreeMap<String, Box<RawValue>>> =
+            line.starts_with(b"{").then(|| serde_json::from_slice(line).ok()).flatten();
         let mut fields = fields.unwrap_or_default();
         let mut field = |name| fields.remove(name).filter(|value| value.get() != "null");
         Self {
@@ -273,9 +258,7 @@ fn wait(field: &str, value: &RawValue) -> Result<Duration, String> {
         .filter(|duration| *duration <= duration::MAX)
         .ok_or_else(|| {
             let max = duration::MAX.as_secs();
-            wrong(format!(
-                "must be a duration such as \"30s\" or a number of seconds from 0 to {max}"
-            ))
+            wrong(format!("must be a duration such as \"30s\" or a number of seconds from 0 to {max}"))
         })
 }
 
@@ -292,10 +275,7 @@ fn describe(status: ExitStatus) -> String {
 
 fn retry(outcome: Outcome, process: &Process) -> Outcome {
     match outcome {
-        Outcome::Retry { error, after } => Outcome::Retry {
-            error: with_stderr(error, process),
-            after,
-        },
+        Outcome::Retry { error, after } => Outcome::Retry { error: with_stderr(error, process), after },
         other => other,
     }
 }
@@ -303,11 +283,7 @@ fn retry(outcome: Outcome, process: &Process) -> Outcome {
 fn with_stderr(mut error: String, process: &Process) -> String {
     let stderr = lossy(process.stderr_tail.bytes());
     if !stderr.is_empty() {
-        error.push_str(if process.stderr_tail.is_truncated() {
-            "; stderr ends: …"
-        } else {
-            "; stderr: "
-        });
+        error.push_str(if process.stderr_tail.is_truncated() { "; stderr ends: …" } else { "; stderr: " });
         error.push_str(&stderr);
     }
     error
@@ -315,10 +291,7 @@ fn with_stderr(mut error: String, process: &Process) -> String {
 
 /// Text of `bytes` without U+0000, trimmed, and without the half character a cut leaves in front.
 fn lossy(bytes: &[u8]) -> String {
-    let half = bytes
-        .iter()
-        .take(3)
-        .take_while(|&&byte| byte & 0xC0 == 0x80);
+    let half = bytes.iter().take(3).take_while(|&&byte| byte & 0xC0 == 0x80);
     let text = String::from_utf8_lossy(&bytes[half.count()..]).replace('\0', "");
     text.trim().to_owned()
 }

@@ -34,11 +34,7 @@ pub(super) struct Tail {
 
 impl Tail {
     pub fn new(limit: usize) -> Self {
-        Self {
-            buf: Vec::new(),
-            limit,
-            truncated: false,
-        }
+        Self { buf: Vec::new(), limit, truncated: false }
     }
 
     /// At most the limit.
@@ -92,17 +88,8 @@ pub(super) struct Process {
 
 impl Process {
     /// Starts `command` with pipes on all three streams; the tails keep that many bytes.
-    pub fn spawn(
-        mut command: Command,
-        stdout_limit: usize,
-        stderr_limit: usize,
-    ) -> io::Result<Self> {
-        command
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .process_group(0)
-            .kill_on_drop(true);
+    pub fn spawn(mut command: Command, stdout_limit: usize, stderr_limit: usize) -> io::Result<Self> {
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0).kill_on_drop(true);
         let mut child = command.spawn()?;
         let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let group = Group::new(child)?;
@@ -148,10 +135,7 @@ impl Process {
     /// Kills what is left of the group and reads the rest of the output.
     pub async fn finish(&mut self) {
         self.group.clear().await;
-        tokio::join!(
-            self.stdout_tail.drain(&mut self.stdout),
-            self.stderr_tail.drain(&mut self.stderr),
-        );
+        tokio::join!(self.stdout_tail.drain(&mut self.stdout), self.stderr_tail.drain(&mut self.stderr),);
     }
 
     /// Ends a running group: SIGTERM, up to `grace` to obey, SIGKILL.
@@ -183,11 +167,7 @@ impl Group {
             .id()
             .and_then(|id| i32::try_from(id).ok())
             .ok_or_else(|| io::Error::other("the program has no process id"))?;
-        Ok(Self {
-            child: Some(child),
-            id: Pid::from_raw(id),
-            reaped: false,
-        })
+        Ok(Self { child: Some(child), id: Pid::from_raw(id), reaped: false })
     }
 
     async fn wait(&mut self) -> io::Result<ExitStatus> {
@@ -248,8 +228,7 @@ impl Drop for Group {
         }
         self.signal(Signal::SIGKILL);
         // Without a runtime around, tokio still kills the child and reaps it when it next can.
-        let (Some(child), Ok(runtime)) = (self.child.take(), tokio::runtime::Handle::try_current())
-        else {
+        let (Some(child), Ok(runtime)) = (self.child.take(), tokio::runtime::Handle::try_current()) else {
             return;
         };
         let mut rest = Group {
