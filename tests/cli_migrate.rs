@@ -11,7 +11,7 @@ use awactl::engine::migrations::{Migration, SqlFile};
 use awactl::engine::{EngineError, Schema, Target, connect};
 use common::{Ran, Server, awactl, server};
 
-const META: SqlFile = SqlFile { path: "meta.sql", sql: include_str!("../migrations/v012/00_meta.sql") };
+const META: SqlFile = SqlFile { path: "meta.sql", sql: include_str!("../migrations/v1000/00_meta.sql") };
 const fn file(path: &'static str, sql: &'static str) -> SqlFile {
     SqlFile { path, sql }
 }
