@@ -1,6 +1,7 @@
 //! What every command is given: where the database is, how to print, how to ask.
 
 use std::io::{self, IsTerminal as _, Write as _};
+use std::path::PathBuf;
 
 use tokio::sync::OnceCell;
 
@@ -9,16 +10,21 @@ use super::confirm::Confirm;
 use super::exit::ExitCode;
 use super::logging::LogFormat;
 use super::output::Output;
+use super::progress::embedded_progress;
 use super::report::Report;
 use super::target::{Access, Resolved, resolve};
+use crate::engine::conninfo::Env;
+use crate::engine::embedded::{Embedded, Options};
 use crate::engine::migrate::require_current;
-use crate::engine::{Session, connect};
+use crate::engine::{Schema, Session, Target, connect};
 
 pub struct Context {
     pub output: Output,
     global: GlobalArgs,
     color: bool,
     target: OnceCell<Resolved>,
+    /// The private server of `--embedded`, for as long as the command runs.
+    embedded: OnceCell<Embedded>,
 }
 
 impl Context {
@@ -28,6 +34,7 @@ impl Context {
             color: global.color.enabled(io::stderr().is_terminal()),
             global,
             target: OnceCell::new(),
+            embedded: OnceCell::new(),
         }
     }
 
@@ -36,11 +43,46 @@ impl Context {
         self.target
             .get_or_try_init(async || {
                 let env = |name: &str| std::env::var(name).ok();
-                let resolved = resolve(&self.global, access, &env)?;
+                let resolved = match &self.global.embedded {
+                    Some(dir) => self.start_embedded(dir.clone()).await?,
+                    None => resolve(&self.global, access, &env)?,
+                };
                 self.note(&format!("target: {}", resolved.target.redacted()));
                 Ok(resolved)
             })
             .await
+    }
+
+    async fn start_embedded(&self, dir: Option<PathBuf>) -> anyhow::Result<Resolved> {
+        let options = Options { dir, progress: Some(embedded_progress(self.shows_progress())), ..Options::default() };
+        let server = self.embedded.get_or_try_init(|| Embedded::start(options)).await?;
+        let env = |name: &str| std::env::var(name).ok();
+        let target = Target::parse(&server.url(), self.schema(&env)?, "--embedded", &|_| None)?;
+        Ok(Resolved { target, production: None })
+    }
+
+    fn schema(&self, env: Env<'_>) -> anyhow::Result<Schema> {
+        let given = self.global.schema.clone().or_else(|| env("AWACTL_SCHEMA").filter(|name| !name.is_empty()));
+        Ok(given.map_or_else(|| Ok(Schema::default()), Schema::new)?)
+    }
+
+    /// Whether a database was named on the command line.
+    pub fn names_a_target(&self) -> bool {
+        self.global.database_url.is_some() || self.global.context.is_some()
+    }
+
+    /// The folder of `--embedded=DIR`, if one was given.
+    pub fn embedded_dir(&self) -> Option<&PathBuf> {
+        self.global.embedded.as_ref()?.as_ref()
+    }
+
+    /// Ends what the command started: the private server, if there is one.
+    pub async fn close(&self) -> anyhow::Result<()> {
+        // Stopped here and not by dropping it, so that a failure is told.
+        match self.embedded.get() {
+            Some(server) => Ok(server.halt().await?),
+            None => Ok(()),
+        }
     }
 
     pub async fn connect(&self, access: Access) -> anyhow::Result<(Session, &Resolved)> {

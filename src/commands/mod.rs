@@ -14,6 +14,7 @@ pub mod logging;
 pub mod man;
 pub mod migrate;
 pub mod output;
+pub mod progress;
 pub mod report;
 pub mod target;
 
@@ -66,6 +67,13 @@ pub struct GlobalArgs {
     /// Named target from $XDG_CONFIG_HOME/awactl/config.yaml
     #[arg(long, global = true, value_name = "NAME", conflicts_with = "database_url")]
     pub context: Option<String>,
+
+    /// Run against a private PostgreSQL that awactl starts in DIR and stops at exit
+    #[arg(
+        long, global = true, value_name = "DIR", num_args = 0..=1, require_equals = true,
+        conflicts_with_all = ["database_url", "context"]
+    )]
+    pub embedded: Option<Option<std::path::PathBuf>>,
 
     /// How results are written to standard output
     #[arg(short, long, global = true, value_enum, default_value_t)]
@@ -145,7 +153,10 @@ pub fn main() -> std::process::ExitCode {
         Ok(code) => code,
         Err(error) => context.fail(&error),
     };
-    code.into()
+    match runtime.block_on(context.close()) {
+        Ok(()) => code.into(),
+        Err(error) => context.fail(&error).into(),
+    }
 }
 
 #[cfg(test)]

@@ -17,8 +17,8 @@ pub const ODD: &str = "My \"odd' %s schema";
 type Params<'a> = &'a [&'a (dyn ToSql + Sync)];
 
 async fn connect(database: &str) -> Client {
-    let mut config = tokio_postgres::Config::new();
-    config.host_path(&server::server().socket_dir).user("postgres").dbname(database).application_name("awa-test");
+    let mut config = server::server().config();
+    config.dbname(database).application_name("awa-test");
     let (client, connection) = config.connect(NoTls).await.unwrap_or_else(|e| panic!("connect to {database}: {e}"));
     tokio::spawn(connection);
     client

@@ -120,14 +120,19 @@ impl Embedded {
         blocking(move || self.shut_down()).await
     }
 
+    /// Stops the server in order and keeps the folder; [`Self::start_again`] goes on with it.
+    pub async fn halt(&self) -> Result<(), EmbeddedError> {
+        self.end(Shutdown::Fast).await
+    }
+
     /// Crashes the server: every process quits at once. The folder stays ours; see [`Self::start_again`].
     pub async fn stop_immediate(&self) -> Result<(), EmbeddedError> {
-        self.halt(Shutdown::Immediate).await
+        self.end(Shutdown::Immediate).await
     }
 
     /// Crashes the server by SIGKILL to the postmaster; what it leaves behind is ended at the next start.
     pub async fn kill(&self) -> Result<(), EmbeddedError> {
-        self.halt(Shutdown::Kill).await
+        self.end(Shutdown::Kill).await
     }
 
     /// Starts a stopped or crashed server again, in the same folder and at the same addresses.
@@ -151,7 +156,7 @@ impl Embedded {
 
     /// An orderly stop and start.
     pub async fn restart(&self) -> Result<(), EmbeddedError> {
-        self.halt(Shutdown::Fast).await?;
+        self.end(Shutdown::Fast).await?;
         self.start_again().await
     }
 
@@ -163,7 +168,7 @@ impl Embedded {
         leaked
     }
 
-    async fn halt(&self, shutdown: Shutdown) -> Result<(), EmbeddedError> {
+    async fn end(&self, shutdown: Shutdown) -> Result<(), EmbeddedError> {
         let mut state = self.state.lock().await;
         let stopped = match state.postmaster.take() {
             Some(mut postmaster) => blocking(move || postmaster.stop(shutdown)).await,

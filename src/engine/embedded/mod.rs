@@ -24,4 +24,4 @@ pub use error::{EmbeddedError, Looked};
 pub use fetch::{Build, Client, PINNED, fetch};
 pub use find::{Installation, OLDEST_MAJOR, Search, Version};
 pub use handle::Embedded;
-pub use options::{Options, Progress, Task};
+pub use options::{Options, Progress, ProgressFn, Task};
