@@ -112,7 +112,6 @@ async fn a_long_reader_costs_a_skip_that_names_it() {
         assert!(!pruned && reason == "reader" && detail.contains(&format!("pid {} ", r.pid().await)), "{reason}: {detail}");
     }
     assert_eq!(s.one::<String>("SHOW lock_timeout").await, "0");
-    finish(&r, 0).await;
     r.exec("COMMIT").await;
     assert!(s.prune("queue", 0).await.0 && s.prune("claim", 0).await.0);
 }
@@ -173,9 +172,15 @@ async fn numbers_reserved_for_a_copy_keep_their_slot_through_a_turn_of_the_ring(
     p.exec("BEGIN").await;
     let rows = p.rows("SELECT lane_id, ready_slot, job_ids, lane_seqs FROM @enqueue_reserve('{q}', '{2}', '{2}')", &[]).await.unwrap();
     let (lane, slot, ids, seqs) = (rows[0].get::<_, i32>(0), rows[0].get::<_, i16>(1), rows[0].get::<_, Vec<i64>>(2), rows[0].get::<_, Vec<i64>>(3));
-    for _ in 0..40 {
-        assert!(s.rotate("queue").await.0);
+    for n in 0..40 {
+        if n % 10 == 9 {
+            db.until("SELECT max(claimed_at) < clock_timestamp() - interval '1 second' FROM @ready_claim_attempt_batches").await;
+        }
         s.exec("SELECT @advance_idle_cursors()").await;
+        s.exec("SELECT @advance_idle_cursors()").await;
+        s.prune_all("queue").await;
+        assert!(s.rotate("queue").await.0);
+        s.probe("q", 1).await;
         finish(&s, 1).await;
         s.rotate("claim").await;
         s.prune_all("claim").await;

@@ -252,7 +252,7 @@ impl Session {
     /// (rotated, slot, reason)
     pub async fn rotate(&self, ring: &str) -> (bool, i16, String) {
         let rows = self.rows(&format!("SELECT rotated, slot, reason FROM @rotate('{ring}', true)"), &[]).await.unwrap();
-        (rows[0].get(0), rows[0].get(1), rows[0].get::<_, Option<String>>(2).unwrap_or_default())
+        (rows[0].get(0), rows[0].get::<_, Option<i16>>(1).unwrap_or(-1), rows[0].get::<_, Option<String>>(2).unwrap_or_default())
     }
 
     /// Prunes what can be; the slots that were, and the reasons of the others.
