@@ -69,7 +69,7 @@ $function$;
 
 -- Refuses a job that must not be stored, naming the field, the value and what is allowed.
 CREATE FUNCTION {schema}.check_job(
-    p_kind text, p_queue text, p_args jsonb, p_priority smallint, p_max_attempts smallint, p_tags text[], p_metadata jsonb,
+    p_kind text, p_queue text, p_args jsonb, p_priority integer, p_max_attempts integer, p_tags text[], p_metadata jsonb,
     p_unique_key bytea
 ) RETURNS void
 LANGUAGE plpgsql IMMUTABLE AS $function$
@@ -168,11 +168,8 @@ DECLARE
     v_lane {schema}.queue_lanes;
     v_cursor bigint;
 BEGIN
-    -- Checked as integers first, so that 70000 is refused by name and not by a cast.
-    PERFORM {schema}.check_job(
-        kind, queue, args,
-        least(greatest(priority, -1), 9999)::smallint, least(greatest(max_attempts, -1), 9999)::smallint,
-        tags, metadata, unique_key);
+    -- Checked as integers, so that 70000 is refused by name and not by a cast.
+    PERFORM {schema}.check_job(kind, queue, args, priority, max_attempts, tags, metadata, unique_key);
     v_result.job_id := nextval('{schema}.jobs_id_seq'::regclass);
     v_result.inserted := true;
 
@@ -242,8 +239,7 @@ DECLARE
 BEGIN
     FOR v_bad IN
         SELECT j.ord, j.kind, coalesce(j.queue, 'default') AS queue, coalesce(j.args, '{}') AS args,
-               least(greatest(coalesce(j.priority, 2), -1), 9999)::smallint AS priority,
-               least(greatest(coalesce(j.max_attempts, 25), -1), 9999)::smallint AS max_attempts,
+               coalesce(j.priority, 2) AS priority, coalesce(j.max_attempts, 25) AS max_attempts,
                j.tags, j.metadata, j.unique_key
         FROM unnest(jobs) WITH ORDINALITY AS j (
             kind, queue, args, priority, max_attempts, run_at, tags, metadata, unique_key, unique_states, ord)
