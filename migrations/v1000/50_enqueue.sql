@@ -324,16 +324,28 @@ $function$;
 -- The same from a JSON array of objects with new_job's fields, for clients without composite types.
 CREATE FUNCTION {schema}.enqueue_many(jobs jsonb) RETURNS SETOF {schema}.enqueue_result
 LANGUAGE plpgsql AS $function$
+DECLARE
+    v_jobs {schema}.new_job[];
+    v_element record;
 BEGIN
     IF jsonb_typeof(jobs) <> 'array' THEN
         RAISE EXCEPTION 'jobs must be a JSON array of objects, not %', jsonb_typeof(jobs) USING ERRCODE = 'check_violation';
     END IF;
-    RETURN QUERY
-        SELECT r.*
-        FROM {schema}.enqueue_many((
-            SELECT array_agg(j ORDER BY ord)
-            FROM jsonb_array_elements(jobs) WITH ORDINALITY AS e (value, ord),
-                 jsonb_populate_record(NULL::{schema}.new_job, e.value) AS j)) AS r;
+    BEGIN
+        SELECT array_agg(j ORDER BY ord) INTO v_jobs
+        FROM jsonb_array_elements(jobs) WITH ORDINALITY AS e (value, ord),
+             jsonb_populate_record(NULL::{schema}.new_job, e.value) AS j;
+    EXCEPTION WHEN data_exception THEN
+        -- Once more one by one, to name the place.
+        FOR v_element IN SELECT e.value, e.ord FROM jsonb_array_elements(jobs) WITH ORDINALITY AS e (value, ord) LOOP
+            BEGIN
+                PERFORM jsonb_populate_record(NULL::{schema}.new_job, v_element.value);
+            EXCEPTION WHEN data_exception THEN
+                RAISE EXCEPTION 'job %: %', v_element.ord, sqlerrm USING ERRCODE = sqlstate;
+            END;
+        END LOOP;
+    END;
+    RETURN QUERY SELECT r.* FROM {schema}.enqueue_many(v_jobs) AS r;
 END
 $function$;
 
