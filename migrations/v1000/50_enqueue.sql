@@ -134,9 +134,8 @@ DECLARE
     v_class integer := '{schema}.runtime_instances'::regclass::oid::integer;
     v_key integer := hashtext(p_queue);
 BEGIN
-    IF pg_try_advisory_lock(v_class, v_key) THEN
-        PERFORM pg_advisory_unlock(v_class, v_key);
-    ELSE
+    -- Taken and released in one expression: a cancelled statement must not leave the session holding it.
+    IF NOT (CASE WHEN pg_try_advisory_lock(v_class, v_key) THEN pg_advisory_unlock(v_class, v_key) ELSE false END) THEN
         PERFORM pg_notify('awa_wake_' || v_class, p_queue);
     END IF;
 END
