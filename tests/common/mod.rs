@@ -16,10 +16,14 @@ use tokio_postgres::{Client, Error, NoTls, Row};
 pub const ODD: &str = "My \"odd' %s schema";
 type Params<'a> = &'a [&'a (dyn ToSql + Sync)];
 
-async fn connect(database: &str) -> Client {
+fn config(database: &str) -> tokio_postgres::Config {
     let mut config = tokio_postgres::Config::new();
     config.host_path(&server::server().socket_dir).user("postgres").dbname(database).application_name("awa-test");
-    let (client, connection) = config.connect(NoTls).await.unwrap_or_else(|e| panic!("connect to {database}: {e}"));
+    config
+}
+
+async fn connect(database: &str) -> Client {
+    let (client, connection) = config(database).connect(NoTls).await.unwrap_or_else(|e| panic!("connect to {database}: {e}"));
     tokio::spawn(connection);
     client
 }
@@ -68,6 +72,10 @@ impl Db {
         let schema = schema::quote_ident(schema);
         let admin = Session { client: Arc::new(connect(&name).await), schema: schema.clone() };
         Db { name, schema, admin }
+    }
+
+    pub fn config(&self) -> tokio_postgres::Config {
+        config(&self.name)
     }
 
     pub async fn session(&self) -> Session {
