@@ -69,7 +69,7 @@ $function$;
 
 -- Refuses a job that must not be stored, naming the field, the value and what is allowed.
 CREATE FUNCTION {schema}.check_job(
-    p_kind text, p_queue text, p_args jsonb, p_priority smallint, p_max_attempts smallint, p_tags text[], p_metadata jsonb,
+    p_kind text, p_queue text, p_args jsonb, p_priority integer, p_max_attempts integer, p_tags text[], p_metadata jsonb,
     p_unique_key bytea
 ) RETURNS void
 LANGUAGE plpgsql IMMUTABLE AS $function$
@@ -134,9 +134,8 @@ DECLARE
     v_class integer := '{schema}.runtime_instances'::regclass::oid::integer;
     v_key integer := hashtext(p_queue);
 BEGIN
-    IF pg_try_advisory_lock(v_class, v_key) THEN
-        PERFORM pg_advisory_unlock(v_class, v_key);
-    ELSE
+    -- Taken and released in one expression: a cancelled statement must not leave the session holding it.
+    IF NOT (CASE WHEN pg_try_advisory_lock(v_class, v_key) THEN pg_advisory_unlock(v_class, v_key) ELSE false END) THEN
         PERFORM pg_notify('awa_wake_' || v_class, p_queue);
     END IF;
 END
@@ -168,11 +167,8 @@ DECLARE
     v_lane {schema}.queue_lanes;
     v_cursor bigint;
 BEGIN
-    -- Checked as integers first, so that 70000 is refused by name and not by a cast.
-    PERFORM {schema}.check_job(
-        kind, queue, args,
-        least(greatest(priority, -1), 9999)::smallint, least(greatest(max_attempts, -1), 9999)::smallint,
-        tags, metadata, unique_key);
+    -- Checked as integers, so that 70000 is refused by name and not by a cast.
+    PERFORM {schema}.check_job(kind, queue, args, priority, max_attempts, tags, metadata, unique_key);
     v_result.job_id := nextval('{schema}.jobs_id_seq'::regclass);
     v_result.inserted := true;
 
@@ -242,8 +238,7 @@ DECLARE
 BEGIN
     FOR v_bad IN
         SELECT j.ord, j.kind, coalesce(j.queue, 'default') AS queue, coalesce(j.args, '{}') AS args,
-               least(greatest(coalesce(j.priority, 2), -1), 9999)::smallint AS priority,
-               least(greatest(coalesce(j.max_attempts, 25), -1), 9999)::smallint AS max_attempts,
+               coalesce(j.priority, 2) AS priority, coalesce(j.max_attempts, 25) AS max_attempts,
                j.tags, j.metadata, j.unique_key
         FROM unnest(jobs) WITH ORDINALITY AS j (
             kind, queue, args, priority, max_attempts, run_at, tags, metadata, unique_key, unique_states, ord)
@@ -328,16 +323,28 @@ $function$;
 -- The same from a JSON array of objects with new_job's fields, for clients without composite types.
 CREATE FUNCTION {schema}.enqueue_many(jobs jsonb) RETURNS SETOF {schema}.enqueue_result
 LANGUAGE plpgsql AS $function$
+DECLARE
+    v_jobs {schema}.new_job[];
+    v_element record;
 BEGIN
     IF jsonb_typeof(jobs) <> 'array' THEN
         RAISE EXCEPTION 'jobs must be a JSON array of objects, not %', jsonb_typeof(jobs) USING ERRCODE = 'check_violation';
     END IF;
-    RETURN QUERY
-        SELECT r.*
-        FROM {schema}.enqueue_many((
-            SELECT array_agg(j ORDER BY ord)
-            FROM jsonb_array_elements(jobs) WITH ORDINALITY AS e (value, ord),
-                 jsonb_populate_record(NULL::{schema}.new_job, e.value) AS j)) AS r;
+    BEGIN
+        SELECT array_agg(j ORDER BY ord) INTO v_jobs
+        FROM jsonb_array_elements(jobs) WITH ORDINALITY AS e (value, ord),
+             jsonb_populate_record(NULL::{schema}.new_job, e.value) AS j;
+    EXCEPTION WHEN data_exception THEN
+        -- Once more one by one, to name the place.
+        FOR v_element IN SELECT e.value, e.ord FROM jsonb_array_elements(jobs) WITH ORDINALITY AS e (value, ord) LOOP
+            BEGIN
+                PERFORM jsonb_populate_record(NULL::{schema}.new_job, v_element.value);
+            EXCEPTION WHEN data_exception THEN
+                RAISE EXCEPTION 'job %: %', v_element.ord, sqlerrm USING ERRCODE = sqlstate;
+            END;
+        END LOOP;
+    END;
+    RETURN QUERY SELECT r.* FROM {schema}.enqueue_many(v_jobs) AS r;
 END
 $function$;
 
