@@ -12,7 +12,9 @@ use awactl::engine::embedded::{Embedded, Options};
 use awactl::engine::enqueue::{BulkEnqueue, NewJob};
 use awactl::engine::migrate;
 use awactl::engine::migrations::MIGRATIONS;
-use awactl::engine::worker::{Fleet, FleetOptions, Job, JobContext, Outcome, QueueOptions, RawJson, Registry, Worker, open};
+use awactl::engine::worker::{
+    Fleet, FleetOptions, Job, JobContext, Outcome, QueueOptions, RawJson, Registry, Worker, open,
+};
 use awactl::engine::{Schema, Session, Target};
 use futures_util::future::BoxFuture;
 use rand::rngs::StdRng;

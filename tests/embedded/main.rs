@@ -18,11 +18,7 @@ use tokio_postgres::{Client, NoTls};
 /// A folder that the server's user can pass, also when the tests run as root.
 fn folder() -> TempDir {
     let mode = Permissions::from_mode(0o711);
-    tempfile::Builder::new()
-        .prefix("awactl-test-")
-        .permissions(mode)
-        .tempdir_in("/tmp")
-        .unwrap()
+    tempfile::Builder::new().prefix("awactl-test-").permissions(mode).tempdir_in("/tmp").unwrap()
 }
 
 async fn connect(config: &tokio_postgres::Config) -> Client {
@@ -39,10 +35,7 @@ fn is_alive(pid: u32) -> bool {
     // A zombie is not alive: where nobody waits for orphans, it stays listed.
     let state = fs::read_to_string(format!("/proc/{pid}/stat"))
         .ok()
-        .and_then(|stat| {
-            stat.rsplit_once(") ")
-                .and_then(|(_, rest)| rest.chars().next())
-        });
+        .and_then(|stat| stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()));
     match state {
         Some(state) => state != 'Z',
         None if Path::new("/proc/self").exists() => false,
@@ -81,10 +74,7 @@ impl Owner {
     fn said(&mut self, key: &str) -> String {
         loop {
             let mut line = String::new();
-            assert!(
-                self.lines.read_line(&mut line).unwrap() > 0,
-                "the owner ended without saying {key}"
-            );
+            assert!(self.lines.read_line(&mut line).unwrap() > 0, "the owner ended without saying {key}");
             if let Some((_, value)) = line.split_once(&format!("{key}=")) {
                 return value.trim().to_owned();
             }
@@ -116,10 +106,7 @@ async fn owner_of_a_kept_server() {
     let Some(dir) = owners_dir() else { return };
     let server = Embedded::start(Options::in_dir(dir)).await.unwrap();
     let client = connect(&server.config()).await;
-    client
-        .batch_execute("create table kept as select 'committed' as what")
-        .await
-        .unwrap();
+    client.batch_execute("create table kept as select 'committed' as what").await.unwrap();
     println!("postmaster={}", server.pid().unwrap());
     wait_for_parent();
     server.stop().await.unwrap();
@@ -129,10 +116,7 @@ async fn owner_of_a_kept_server() {
 #[ignore = "the other process of a_leaked_server_* and of the_folder_of_a_killed_*"]
 async fn owner_of_a_leaked_server() {
     let Some(dir) = owners_dir() else { return };
-    let options = Options {
-        dir: Some(dir),
-        ..Options::ephemeral()
-    };
+    let options = Options { dir: Some(dir), ..Options::ephemeral() };
     let server = Embedded::start(options).await.unwrap().leak_until_exit();
     println!("postmaster={}", server.pid().unwrap());
     println!("data={}", server.data_dir().display());
@@ -142,19 +126,13 @@ async fn owner_of_a_leaked_server() {
 #[tokio::test]
 async fn an_ephemeral_server_answers_and_leaves_nothing() {
     let base = folder();
-    let options = Options {
-        dir: Some(base.path().to_owned()),
-        ..Options::ephemeral()
-    }
-    .setting("shared_buffers", "20MB")
-    .setting("log_line_prefix", "it's \\ ");
+    let options = Options { dir: Some(base.path().to_owned()), ..Options::ephemeral() }
+        .setting("shared_buffers", "20MB")
+        .setting("log_line_prefix", "it's \\ ");
     let server = Embedded::start(options).await.unwrap();
     let client = connect(&server.config()).await;
     let version = one(&client, "select version()").await;
-    assert!(
-        version.starts_with(&format!("PostgreSQL {}", server.version())),
-        "{version}"
-    );
+    assert!(version.starts_with(&format!("PostgreSQL {}", server.version())), "{version}");
     assert_eq!(one(&client, "show shared_buffers").await, "20MB");
     assert_eq!(one(&client, "show log_line_prefix").await, "it's \\ ");
     assert_eq!(one(&client, "show server_encoding").await, "UTF8");
@@ -169,63 +147,32 @@ async fn an_ephemeral_server_answers_and_leaves_nothing() {
 #[tokio::test]
 async fn the_socket_needs_no_password_and_the_port_does() {
     let base = folder();
-    let server = Embedded::start(Options {
-        dir: Some(base.path().to_owned()),
-        ..Options::ephemeral()
-    })
-    .await
-    .unwrap();
+    let server = Embedded::start(Options { dir: Some(base.path().to_owned()), ..Options::ephemeral() }).await.unwrap();
     let by_url: tokio_postgres::Config = server.url().parse().unwrap();
-    assert_eq!(
-        one(&connect(&by_url).await, "select current_user::text").await,
-        "postgres"
-    );
+    assert_eq!(one(&connect(&by_url).await, "select current_user::text").await, "postgres");
     let by_port: tokio_postgres::Config = server.tcp_url().parse().unwrap();
-    assert_eq!(
-        one(&connect(&by_port).await, "select host(inet_server_addr())").await,
-        "127.0.0.1"
-    );
+    assert_eq!(one(&connect(&by_port).await, "select host(inet_server_addr())").await, "127.0.0.1");
     let mut guessed = tokio_postgres::Config::new();
-    guessed
-        .host("127.0.0.1")
-        .port(server.tcp_port())
-        .user("postgres")
-        .password("postgres");
-    let refused = guessed
-        .connect(NoTls)
-        .await
-        .err()
-        .expect("a wrong password is refused");
+    guessed.host("127.0.0.1").port(server.tcp_port()).user("postgres").password("postgres");
+    let refused = guessed.connect(NoTls).await.err().expect("a wrong password is refused");
     assert_eq!(refused.code().unwrap().code(), "28P01");
-    let mode = fs::metadata(server.socket_dir())
-        .unwrap()
-        .permissions()
-        .mode();
+    let mode = fs::metadata(server.socket_dir()).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o700);
 }
 
 #[tokio::test]
 async fn a_kept_server_keeps_its_data_in_a_folder_with_a_long_path() {
     let base = folder();
-    let dir = base
-        .path()
-        .join("a folder, \"long\" and 'odd'".repeat(3))
-        .join("x".repeat(50));
+    let dir = base.path().join("a folder, \"long\" and 'odd'".repeat(3)).join("x".repeat(50));
     let server = Embedded::start(Options::in_dir(&dir)).await.unwrap();
     let client = connect(&server.config()).await;
-    client
-        .batch_execute("create table kept (a int); insert into kept values (42)")
-        .await
-        .unwrap();
+    client.batch_execute("create table kept (a int); insert into kept values (42)").await.unwrap();
     drop(client);
     let sockets = server.socket_dir().to_owned();
     server.stop().await.unwrap();
     assert!(!sockets.exists());
     let server = Embedded::start(Options::in_dir(&dir)).await.unwrap();
-    assert_eq!(
-        one(&connect(&server.config()).await, "select a::text from kept").await,
-        "42"
-    );
+    assert_eq!(one(&connect(&server.config()).await, "select a::text from kept").await, "42");
     server.stop().await.unwrap();
 }
 
@@ -238,10 +185,7 @@ async fn sigkill_of_the_owner_stops_the_server_and_keeps_what_was_committed() {
     // Without waiting for the orphan: a start that comes at once has to do that.
     let server = Embedded::start(Options::in_dir(base.path())).await.unwrap();
     assert!(!is_alive(pid));
-    assert_eq!(
-        one(&connect(&server.config()).await, "select what from kept").await,
-        "committed"
-    );
+    assert_eq!(one(&connect(&server.config()).await, "select what from kept").await, "committed");
     server.stop().await.unwrap();
 }
 
@@ -265,23 +209,13 @@ async fn a_stale_server_is_stopped_before_the_next_start() {
     // initdb made the folder, so its owner is whom the server runs as.
     let meta = fs::metadata(&data).unwrap();
     let mut command = Command::new(bin.join("postgres"));
-    let sockets = format!(
-        "unix_socket_directories={}",
-        base.path().join("run").display()
-    );
-    command
-        .arg("-D")
-        .arg(&data)
-        .args(["-c", "listen_addresses=", "-c", &sockets]);
+    let sockets = format!("unix_socket_directories={}", base.path().join("run").display());
+    command.arg("-D").arg(&data).args(["-c", "listen_addresses=", "-c", &sockets]);
     if nix::unistd::geteuid().is_root() {
         use std::os::unix::{fs::MetadataExt, process::CommandExt};
         command.gid(meta.gid()).uid(meta.uid());
     }
-    let mut stale = command
-        .current_dir(&data)
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
+    let mut stale = command.current_dir(&data).stderr(Stdio::null()).spawn().unwrap();
     let pid_file = data.join("postmaster.pid");
     let is_ready = || {
         let text = fs::read_to_string(&pid_file).unwrap_or_default();
@@ -313,10 +247,7 @@ async fn a_stale_pid_file_that_names_another_program_is_ignored() {
 #[tokio::test]
 async fn a_panic_stops_the_server() {
     let base = folder();
-    let options = Options {
-        dir: Some(base.path().to_owned()),
-        ..Options::ephemeral()
-    };
+    let options = Options { dir: Some(base.path().to_owned()), ..Options::ephemeral() };
     let (tell, told) = tokio::sync::oneshot::channel();
     let task = tokio::spawn(async move {
         let server = Embedded::start(options).await.unwrap();
@@ -345,9 +276,7 @@ async fn a_start_given_up_leaves_nothing() {
     while !matches!(told.recv().await.unwrap(), Progress::Initialising { .. }) {}
     start.abort();
     let _ = start.await;
-    wait_until("the folder is gone", || {
-        fs::read_dir(base.path()).unwrap().count() == 0
-    });
+    wait_until("the folder is gone", || fs::read_dir(base.path()).unwrap().count() == 0);
 }
 
 #[tokio::test]
@@ -355,26 +284,11 @@ async fn two_owners_of_one_folder_are_one_too_many() {
     let base = folder();
     let mut owner = Owner::run("owner_of_a_kept_server", base.path());
     let server = owner.server_pid();
-    let refused = Embedded::start(Options::in_dir(base.path()))
-        .await
-        .unwrap_err();
-    assert!(
-        matches!(refused, EmbeddedError::InUse { pid, .. } if pid == Some(owner.process.id())),
-        "{refused}"
-    );
-    assert!(
-        refused
-            .to_string()
-            .contains(&format!("process {}", owner.process.id()))
-    );
+    let refused = Embedded::start(Options::in_dir(base.path())).await.unwrap_err();
+    assert!(matches!(refused, EmbeddedError::InUse { pid, .. } if pid == Some(owner.process.id())), "{refused}");
+    assert!(refused.to_string().contains(&format!("process {}", owner.process.id())));
     assert!(is_alive(server));
-    owner
-        .process
-        .stdin
-        .take()
-        .unwrap()
-        .write_all(b"\n")
-        .unwrap();
+    owner.process.stdin.take().unwrap().write_all(b"\n").unwrap();
     assert!(owner.process.wait().unwrap().success());
     assert!(!is_alive(server));
 }
@@ -396,24 +310,14 @@ async fn what_is_not_our_cluster_is_left_alone() {
     let base = folder();
     fs::create_dir(base.path().join("data")).unwrap();
     fs::write(base.path().join("data/precious"), "mine").unwrap();
-    let refused = Embedded::start(Options::in_dir(base.path()))
-        .await
-        .unwrap_err();
-    assert!(
-        matches!(refused, EmbeddedError::NotACluster { .. }),
-        "{refused}"
-    );
+    let refused = Embedded::start(Options::in_dir(base.path())).await.unwrap_err();
+    assert!(matches!(refused, EmbeddedError::NotACluster { .. }), "{refused}");
     assert!(base.path().join("data/precious").exists());
 
     let foreign = folder();
     fs::write(foreign.path().join("PG_VERSION"), "15\n").unwrap();
-    let refused = Embedded::start(Options::in_dir(foreign.path()))
-        .await
-        .unwrap_err();
-    assert!(
-        matches!(refused, EmbeddedError::ForeignCluster { .. }),
-        "{refused}"
-    );
+    let refused = Embedded::start(Options::in_dir(foreign.path())).await.unwrap_err();
+    assert!(matches!(refused, EmbeddedError::ForeignCluster { .. }), "{refused}");
 }
 
 #[tokio::test]
@@ -421,23 +325,17 @@ async fn crashes_are_recovered_from_at_the_same_address() {
     let base = folder();
     let server = Embedded::start(Options::in_dir(base.path())).await.unwrap();
     let client = connect(&server.config()).await;
-    client
-        .batch_execute("create table kept (a int)")
-        .await
-        .unwrap();
+    client.batch_execute("create table kept (a int)").await.unwrap();
     let (port, mut pid) = (server.tcp_port(), server.pid().unwrap());
     for crash in 1..=3 {
         let client = connect(&server.config()).await;
-        client
-            .execute("insert into kept values (1)", &[])
-            .await
-            .unwrap();
+        client.execute("insert into kept values (1)", &[]).await.unwrap();
         let busy = connect(&server.config()).await;
         // Computes on after its postmaster's death, holding the shared memory.
-        let busy = tokio::spawn(async move {
-            busy.batch_execute("select count(*) from generate_series(1, 100000000000)")
-                .await
-        });
+        let busy =
+            tokio::spawn(
+                async move { busy.batch_execute("select count(*) from generate_series(1, 100000000000)").await },
+            );
         match crash {
             1 => server.stop_immediate().await.unwrap(),
             2 => server.kill().await.unwrap(),
@@ -454,18 +352,12 @@ async fn crashes_are_recovered_from_at_the_same_address() {
         pid = server.pid().unwrap();
         assert_eq!(server.tcp_port(), port);
         let client = connect(&server.config()).await;
-        assert_eq!(
-            one(&client, "select count(*)::text from kept").await,
-            crash.to_string()
-        );
+        assert_eq!(one(&client, "select count(*)::text from kept").await, crash.to_string());
     }
     server.restart().await.unwrap();
     let client = connect(&server.config()).await;
     assert_eq!(one(&client, "select count(*)::text from kept").await, "3");
-    assert!(matches!(
-        server.start_again().await,
-        Err(EmbeddedError::Running)
-    ));
+    assert!(matches!(server.start_again().await, Err(EmbeddedError::Running)));
     server.stop().await.unwrap();
 }
 
@@ -474,23 +366,10 @@ async fn a_server_that_cannot_start_says_why() {
     let base = folder();
     let options = Options::in_dir(base.path()).setting("shared_buffers", "a lot");
     let failed = Embedded::start(options).await.unwrap_err();
-    assert!(
-        matches!(failed, EmbeddedError::NotStarted { .. }),
-        "{failed}"
-    );
-    assert!(
-        failed
-            .to_string()
-            .contains("invalid value for parameter \"shared_buffers\""),
-        "{failed}"
-    );
+    assert!(matches!(failed, EmbeddedError::NotStarted { .. }), "{failed}");
+    assert!(failed.to_string().contains("invalid value for parameter \"shared_buffers\""), "{failed}");
     // And does not keep others from trying.
-    Embedded::start(Options::in_dir(base.path()))
-        .await
-        .unwrap()
-        .stop()
-        .await
-        .unwrap();
+    Embedded::start(Options::in_dir(base.path())).await.unwrap().stop().await.unwrap();
 }
 
 #[tokio::test]
@@ -499,13 +378,7 @@ async fn a_leaked_server_is_gone_when_its_process_exits() {
     let mut owner = Owner::run("owner_of_a_leaked_server", base.path());
     let (pid, data) = (owner.server_pid(), PathBuf::from(owner.said("data")));
     assert!(is_alive(pid) && data.exists());
-    owner
-        .process
-        .stdin
-        .take()
-        .unwrap()
-        .write_all(b"\n")
-        .unwrap();
+    owner.process.stdin.take().unwrap().write_all(b"\n").unwrap();
     assert!(owner.process.wait().unwrap().success());
     assert!(!is_alive(pid));
     assert_eq!(fs::read_dir(base.path()).unwrap().count(), 0);
@@ -518,16 +391,8 @@ async fn the_folder_of_a_killed_ephemeral_server_is_removed_by_the_next() {
     let (pid, data) = (owner.server_pid(), PathBuf::from(owner.said("data")));
     owner.sigkill();
     assert!(data.exists());
-    let options = Options {
-        dir: Some(base.path().to_owned()),
-        ..Options::ephemeral()
-    };
-    Embedded::start(options)
-        .await
-        .unwrap()
-        .stop()
-        .await
-        .unwrap();
+    let options = Options { dir: Some(base.path().to_owned()), ..Options::ephemeral() };
+    Embedded::start(options).await.unwrap().stop().await.unwrap();
     assert!(!is_alive(pid));
     assert_eq!(fs::read_dir(base.path()).unwrap().count(), 0);
 }
@@ -540,11 +405,6 @@ async fn as_root_a_folder_that_the_servers_user_cannot_reach_is_refused() {
     }
     let closed = tempfile::tempdir().unwrap();
     fs::set_permissions(closed.path(), Permissions::from_mode(0o700)).unwrap();
-    let refused = Embedded::start(Options::in_dir(closed.path().join("server")))
-        .await
-        .unwrap_err();
-    assert!(
-        matches!(&refused, EmbeddedError::Unreachable { blocked, .. } if *blocked == closed.path()),
-        "{refused}"
-    );
+    let refused = Embedded::start(Options::in_dir(closed.path().join("server"))).await.unwrap_err();
+    assert!(matches!(&refused, EmbeddedError::Unreachable { blocked, .. } if *blocked == closed.path()), "{refused}");
 }
