@@ -9,13 +9,17 @@ pub mod completions;
 pub mod confirm;
 pub mod context;
 pub mod contexts;
+pub mod enqueue;
 pub mod exit;
 pub mod logging;
+pub mod maintenance;
 pub mod man;
 pub mod migrate;
 pub mod output;
 pub mod progress;
 pub mod report;
+pub mod run_workers;
+pub mod signals;
 pub mod target;
 
 use clap::{ColorChoice, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
@@ -38,6 +42,9 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     Migrate(migrate::Args),
+    RunWorkers(run_workers::Args),
+    Maintenance(maintenance::Args),
+    Enqueue(enqueue::Args),
     Completions(completions::Args),
     Man(man::Args),
 }
@@ -45,6 +52,9 @@ pub enum Command {
 async fn run(command: Command, context: &Context) -> anyhow::Result<ExitCode> {
     match command {
         Command::Migrate(args) => migrate::run(args, context).await,
+        Command::RunWorkers(args) => run_workers::run(args, context).await,
+        Command::Maintenance(args) => maintenance::run(args, context).await,
+        Command::Enqueue(args) => enqueue::run(args, context).await,
         Command::Completions(args) => completions::run(&args, context),
         Command::Man(args) => man::run(&args, context),
     }

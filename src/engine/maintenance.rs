@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use chrono::{DateTime, Utc};
 use serde::Serialize;
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -236,7 +237,8 @@ impl Leader {
 
     /// Tries to lead, and does while it can. `Ok` when somebody else leads.
     async fn lead(&self) -> Result<()> {
-        let session = link::open(&self.target).await?;
+        let target = self.target.clone().with_application_name("awactl maintenance");
+        let session = link::open(&target).await?;
         let schema = &self.target.schema;
         let Some(backend) = take_lead(&session, schema).await? else {
             session.close().await;
@@ -273,6 +275,36 @@ impl Leader {
     fn note(&self, change: impl FnOnce(&mut MaintenanceReport)) {
         change(&mut self.report.lock().unwrap_or_else(PoisonError::into_inner));
     }
+}
+
+/// Who leads.
+#[derive(Debug, Clone, Serialize)]
+pub struct LeaderInfo {
+    pub pid: i32,
+    pub application_name: String,
+    pub client: Option<String>,
+    pub since: DateTime<Utc>,
+}
+
+/// The session that holds the lead; `None` when nobody maintains.
+pub async fn leader(client: &Client, schema: &Schema) -> Result<Option<LeaderInfo>> {
+    let sql = schema.render(
+        "SELECT a.pid, a.application_name, host(a.client_addr), a.backend_start
+         FROM pg_locks AS l
+         JOIN pg_stat_activity AS a ON a.pid = l.pid
+         WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 2 AND l.objid = 0 AND a.datname = current_database()
+           AND l.database = a.datid AND l.classid = '{schema}.queue_terminal_rollup_deltas'::regclass::oid",
+    );
+    let row = client.query_opt(&sql, &[]).await?;
+    row.map(|row| {
+        Ok(LeaderInfo {
+            pid: row.try_get(0)?,
+            application_name: row.try_get(1)?,
+            client: row.try_get(2)?,
+            since: row.try_get(3)?,
+        })
+    })
+    .transpose()
 }
 
 /// The backend that holds the lead, if it could be had.

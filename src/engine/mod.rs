@@ -9,6 +9,7 @@ pub mod conninfo;
 pub mod duration;
 pub mod embedded;
 pub mod enqueue;
+pub mod enqueue_stream;
 pub mod error;
 pub mod maintenance;
 pub mod migrate;
