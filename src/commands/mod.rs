@@ -9,8 +9,10 @@ pub mod completions;
 pub mod confirm;
 pub mod context;
 pub mod contexts;
+pub mod demo;
 pub mod enqueue;
 pub mod exit;
+pub mod inspect;
 pub mod logging;
 pub mod maintenance;
 pub mod man;
@@ -41,20 +43,24 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    Demo(demo::Args),
     Migrate(migrate::Args),
     RunWorkers(run_workers::Args),
     Maintenance(maintenance::Args),
     Enqueue(enqueue::Args),
+    Inspect(inspect::Args),
     Completions(completions::Args),
     Man(man::Args),
 }
 
 async fn run(command: Command, context: &Context) -> anyhow::Result<ExitCode> {
     match command {
+        Command::Demo(args) => demo::run(args, context).await,
         Command::Migrate(args) => migrate::run(args, context).await,
         Command::RunWorkers(args) => run_workers::run(args, context).await,
         Command::Maintenance(args) => maintenance::run(args, context).await,
         Command::Enqueue(args) => enqueue::run(args, context).await,
+        Command::Inspect(args) => inspect::run(args, context).await,
         Command::Completions(args) => completions::run(&args, context),
         Command::Man(args) => man::run(&args, context),
     }

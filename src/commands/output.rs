@@ -108,6 +108,7 @@ pub struct Table {
     numbers: Vec<usize>,
     rows: usize,
     empty: &'static str,
+    next: Option<Box<Table>>,
 }
 
 impl Table {
@@ -123,6 +124,7 @@ impl Table {
             numbers: Vec::new(),
             rows: 0,
             empty: "nothing to show",
+            next: None,
         }
     }
 
@@ -137,6 +139,15 @@ impl Table {
 
     pub fn numbers(mut self, columns: &[usize]) -> Self {
         self.numbers = columns.to_vec();
+        self
+    }
+
+    /// Another table below this one.
+    pub fn then(mut self, next: Table) -> Self {
+        self.next = Some(Box::new(match self.next.take() {
+            Some(middle) => middle.then(next),
+            None => next,
+        }));
         self
     }
 
@@ -157,6 +168,9 @@ impl Table {
     }
 
     fn render(mut self, color: bool) -> String {
+        if let Some(next) = self.next.take() {
+            return format!("{}\n\n{}", self.render(color), next.render(color));
+        }
         if self.rows == 0 {
             return self.empty.to_owned();
         }

@@ -46,7 +46,7 @@ impl Default for MaintenanceOptions {
             rotate_every: Duration::from_secs(1),
             prune_every: Duration::from_millis(500),
             promote_every: Duration::from_millis(100),
-            trim_every: Duration::from_secs(15),
+            trim_every: Duration::from_secs(5),
             lead_every: Duration::from_secs(2),
             keep_sealed: 4,
             lock_timeout: Duration::from_millis(50),
@@ -63,6 +63,8 @@ pub struct MaintenanceReport {
     pub pruned: BTreeMap<&'static str, u64>,
     pub promoted: u64,
     pub trimmed: u64,
+    /// Stretches of deep backlogs counted once, so that nobody else has to.
+    pub backlog_stretches_counted: u64,
     /// By task and reason.
     pub skipped: BTreeMap<String, u64>,
     /// By task; the last error's text.
@@ -148,6 +150,10 @@ impl Task {
                     let gone: i64 = client.query_one(&sql, &[&ring.name()]).await?.try_get(0)?;
                     report.trimmed += gone.unsigned_abs();
                 }
+                let sql = schema.render("SELECT {schema}.settle_backlog_segments(), {schema}.trim_backlog_segments()");
+                let row = client.query_one(&sql, &[]).await?;
+                report.backlog_stretches_counted += row.try_get::<_, i32>(0)?.unsigned_abs() as u64;
+                report.trimmed += row.try_get::<_, i64>(1)?.unsigned_abs();
             }
         }
         Ok(())

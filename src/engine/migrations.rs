@@ -55,6 +55,7 @@ pub const MIGRATIONS: &[Migration] = &[Migration {
         "v1000/56_rotate.sql",
         "v1000/57_prune.sql",
         "v1000/58_views.sql",
+        "v1000/59_counts.sql",
     ],
 }];
 

@@ -1,0 +1,186 @@
+//! `awactl inspect`: what the engine is doing, and why it is not.
+
+use std::future::Future;
+use std::io::IsTerminal as _;
+use std::time::Duration;
+
+use clap::Subcommand;
+use serde::Serialize;
+
+use super::exit::ExitCode;
+use super::output::{Format, Table, human_bytes, human_duration, thousands};
+use super::signals::Signals;
+use super::{Access, Context};
+use crate::engine::counts::{QueueCounts, queue_counts};
+use crate::engine::dead_tuples::{DeadTuplesReport, dead_tuples};
+use crate::engine::duration;
+use crate::engine::inspect_rings::{RingReport, RingsReport, SlotReport, rings};
+use crate::engine::ring::SlotState;
+
+/// Look at rings, dead tuples and queues
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+
+    /// Look again every INTERVAL until Ctrl-C; JSON then has one document a line
+    #[arg(long, global = true, value_name = "INTERVAL", num_args = 0..=1, require_equals = true, default_missing_value = "2s")]
+    watch: Option<String>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Every slot with generation, state, rows, bytes, dead tuples, and what blocks its prune
+    Rings {
+        /// Also the slots that hold nothing
+        #[arg(long)]
+        all: bool,
+    },
+    /// Dead tuples by table family
+    DeadTuples {
+        /// Count them with pgstattuple instead of asking the statistics; reads every table
+        #[arg(long)]
+        exact: bool,
+        /// One row a table instead of one a family
+        #[arg(long)]
+        all: bool,
+    },
+    /// Jobs per queue and state
+    Queues,
+}
+
+pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
+    let watch = args.watch.as_deref().map(duration::parse).transpose();
+    let watch = watch.map_err(|e| super::CommandError::usage("--watch is not usable", e.to_string(), "say it like 500ms or 2s"))?;
+    let (session, resolved) = context.connect_installed(Access::Read).await?;
+    let schema = &resolved.target.schema;
+    match args.command {
+        Command::Rings { all } => {
+            let look = async || Ok(rings(&session, schema).await?);
+            shown(context, watch, look, |report| rings_table(report, all)).await
+        }
+        Command::DeadTuples { exact, all } => {
+            let look = async || Ok(dead_tuples(&session, schema, exact).await?);
+            shown(context, watch, look, |report| dead_tuples_table(report, all)).await
+        }
+        Command::Queues => {
+            let look = async || Ok(queue_counts(&session, schema).await?);
+            shown(context, watch, look, queues_table).await
+        }
+    }
+}
+
+/// Prints one look, or one every interval.
+async fn shown<T: Serialize, F: Future<Output = anyhow::Result<T>>>(
+    context: &Context,
+    watch: Option<Duration>,
+    look: impl Fn() -> F,
+    table: impl Fn(&T) -> Table,
+) -> anyhow::Result<ExitCode> {
+    let Some(interval) = watch else {
+        context.output.print(&look().await?, table)?;
+        return Ok(ExitCode::Done);
+    };
+    let mut signals = Signals::listen()?;
+    loop {
+        let data = look().await?;
+        match context.output.format() {
+            Format::Json => context.output.raw(format!("{}\n", serde_json::to_string(&data)?).as_bytes())?,
+            Format::Yaml => context.output.raw(format!("---\n{}", serde_yaml::to_string(&data)?).as_bytes())?,
+            Format::Table => {
+                if std::io::stdout().is_terminal() {
+                    // Home, and clear what is below.
+                    context.output.raw(b"\x1b[H\x1b[2J")?;
+                }
+                context.output.print(&data, &table)?;
+            }
+        }
+        tokio::select! {
+            () = tokio::time::sleep(interval) => {}
+            _ = signals.next() => return Ok(ExitCode::Done),
+        }
+    }
+}
+
+/// A row a slot; pruned ones are left out unless `all`, since they hold nothing.
+pub fn rings_table(report: &RingsReport, all: bool) -> Table {
+    let mut table =
+        Table::new(&["ring", "slot", "gen", "state", "rows", "open", "size", "dead", "why"]).numbers(&[1, 2, 4, 5, 6, 7]);
+    for ring in &report.rings {
+        for slot in ring.slots.iter().filter(|s| all || s.state != SlotState::Pruned) {
+            table.row([
+                ring.ring.name().to_owned(),
+                slot.slot.to_string(),
+                slot.generation.map(|g| g.to_string()).unwrap_or_default(),
+                format!("{:?}", slot.state).to_lowercase(),
+                format!("{}{}", if slot.rows_exact { "" } else { "~" }, thousands(slot.rows)),
+                thousands(slot.open),
+                human_bytes(slot.bytes.unsigned_abs()),
+                thousands(slot.dead_tuples),
+                why(ring, slot),
+            ]);
+        }
+        if !all {
+            let pruned = ring.slots.iter().filter(|s| s.state == SlotState::Pruned).count();
+            table.row([ring.ring.name().to_owned(), String::new(), String::new(), "pruned".into(), String::new(),
+                String::new(), String::new(), String::new(), format!("{pruned} of {} slots are free", ring.slot_count)]);
+        }
+    }
+    table
+}
+
+fn why(ring: &RingReport, slot: &SlotReport) -> String {
+    match slot.state {
+        SlotState::Open => {
+            let age = (chrono::Utc::now() - ring.rotated_at).to_std().unwrap_or_default();
+            format!("written to for {}", human_duration(age))
+        }
+        SlotState::Pruned => "free".into(),
+        SlotState::Sealed if slot.blockers.is_empty() => "kept to be read; can be pruned".into(),
+        SlotState::Sealed => {
+            let blockers: Vec<String> = slot.blockers.iter().map(|b| format!("{}: {}", b.reason, b.detail)).collect();
+            blockers.join("; ")
+        }
+    }
+}
+
+/// A row a family, or a table with `all`.
+pub fn dead_tuples_table(report: &DeadTuplesReport, all: bool) -> Table {
+    let mut table = Table::new(&["table", "live", "dead", "size", "last autovacuum"]).numbers(&[1, 2, 3]);
+    let rows = if all { report.tables.clone() } else { report.by_family() };
+    for row in rows {
+        table.row([
+            row.table,
+            thousands(row.live),
+            thousands(row.dead),
+            human_bytes(row.bytes.unsigned_abs()),
+            row.last_autovacuum.map(|t| t.to_rfc3339_opts(chrono::SecondsFormat::Secs, true)).unwrap_or_else(|| "never".into()),
+        ]);
+    }
+    let how = if report.exact { "counted" } else { "by the server's statistics" };
+    table.row(["total".into(), String::new(), thousands(report.total), String::new(), how.into()]);
+    table.row(["catalog (TRUNCATE)".into(), String::new(), thousands(report.catalog), String::new(), "not in the total".into()]);
+    table
+}
+
+fn queues_table(report: &QueueCounts) -> Table {
+    let mut table = Table::new(&[
+        "queue", "available", "scheduled", "retryable", "running", "completed", "failed", "cancelled", "oldest ready",
+    ])
+    .numbers(&[1, 2, 3, 4, 5, 6, 7])
+    .when_empty("no queue ever had a job");
+    for q in &report.queues {
+        table.row([
+            q.queue.clone(),
+            format!("{}{}", if q.available_exact { "" } else { "~" }, thousands(q.available)),
+            thousands(q.scheduled),
+            thousands(q.retryable),
+            thousands(q.running),
+            thousands(q.completed),
+            thousands(q.failed),
+            thousands(q.cancelled),
+            q.oldest_ready_age_s.map(|s| human_duration(Duration::from_secs_f64(s.max(0.0)))).unwrap_or_default(),
+        ]);
+    }
+    table
+}

@@ -1,0 +1,109 @@
+//! The rings with everything that keeps a slot from being pruned, by name.
+
+use chrono::{DateTime, Utc};
+use serde::Serialize;
+use tokio_postgres::Client;
+
+use super::error::Result;
+use super::ring::{self, Ring, SlotState};
+use super::schema::Schema;
+
+#[derive(Debug, Clone, Serialize)]
+pub struct RingsReport {
+    pub schema: String,
+    pub rings: Vec<RingReport>,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct RingReport {
+    pub ring: Ring,
+    pub slot_count: usize,
+    pub current_slot: i16,
+    pub generation: i64,
+    pub rotated_at: DateTime<Utc>,
+    pub slots: Vec<SlotReport>,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct SlotReport {
+    pub slot: i16,
+    pub generation: Option<i64>,
+    pub state: SlotState,
+    /// Queue ring: jobs. Claim ring: receipts.
+    pub rows: i64,
+    /// False when estimated from the partition's size.
+    pub rows_exact: bool,
+    /// Queue ring: jobs nobody claimed yet. Claim ring: attempts that are not over.
+    pub open: i64,
+    pub bytes: i64,
+    pub dead_tuples: i64,
+    /// What keeps a sealed slot from being pruned now; none when the next prune may take it.
+    pub blockers: Vec<Blocker>,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct Blocker {
+    pub reason: String,
+    pub detail: String,
+}
+
+/// All rings.
+pub async fn rings(client: &Client, schema: &Schema) -> Result<RingsReport> {
+    let mut reports = Vec::new();
+    for ring in Ring::ALL {
+        reports.push(ring_report(client, schema, ring).await?);
+    }
+    Ok(RingsReport { schema: schema.as_str().to_owned(), rings: reports })
+}
+
+async fn ring_report(client: &Client, schema: &Schema, ring: Ring) -> Result<RingReport> {
+    let states = ring::slots(client, schema, ring).await?;
+    let contents = schema.render("SELECT row_count, is_exact, open_count, bytes, dead::bigint FROM {schema}.slot_contents($1, $2)");
+    let contents = client.prepare(&contents).await?;
+    let mut slots = Vec::with_capacity(states.len());
+    let mut current = (0, 0, DateTime::UNIX_EPOCH);
+    for state in states {
+        let row = client.query_one(&contents, &[&ring.name(), &state.slot]).await?;
+        if state.state == SlotState::Open {
+            current = (state.slot, state.generation.unwrap_or_default(), state.opened_at.unwrap_or_default());
+        }
+        let blockers = match state.state {
+            SlotState::Sealed => blockers(client, schema, ring, state.slot).await?,
+            SlotState::Open | SlotState::Pruned => Vec::new(),
+        };
+        slots.push(SlotReport {
+            slot: state.slot,
+            generation: state.generation,
+            state: state.state,
+            rows: row.try_get(0)?,
+            rows_exact: row.try_get(1)?,
+            open: row.try_get(2)?,
+            bytes: row.try_get(3)?,
+            dead_tuples: row.try_get(4)?,
+            blockers,
+        });
+    }
+    let (current_slot, generation, rotated_at) = current;
+    Ok(RingReport { ring, slot_count: slots.len(), current_slot, generation, rotated_at, slots })
+}
+
+/// The proof that fails, who pins the slot, and who reads its partitions.
+async fn blockers(client: &Client, schema: &Schema, ring: Ring, slot: i16) -> Result<Vec<Blocker>> {
+    let name = ring.name();
+    let sql = schema.render(&format!(
+        "SELECT b.reason, coalesce(b.detail, '') FROM {{schema}}.{name}_slot_blocker($1) AS b WHERE b.reason IS NOT NULL
+         UNION ALL
+         SELECT 'pinned', h FROM {{schema}}.lock_holders('{{schema}}.{name}_ring_slots'::regclass::oid, $1::integer, '{{}}') AS h
+         WHERE h IS NOT NULL
+         UNION ALL
+         SELECT 'reader', h
+         FROM {{schema}}.lock_holders(NULL, NULL, (
+             SELECT array_agg(i.inhrelid) FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
+             JOIN pg_class AS p ON p.oid = i.inhparent
+             WHERE c.relnamespace = (SELECT n.relnamespace FROM pg_class AS n WHERE n.oid = '{{schema}}.{name}_ring_slots'::regclass)
+               AND c.relname = p.relname || '_' || $1::text AND p.relname = ANY ($2))) AS h
+         WHERE h IS NOT NULL"
+    ));
+    let rows = client.query(&sql, &[&slot, &ring.parents()]).await?;
+    rows.iter().map(|row| Ok(Blocker { reason: row.try_get(0)?, detail: row.try_get(1)? })).collect()
+}
