@@ -33,20 +33,22 @@ async fn a_busy_lane_does_not_keep_a_claimer_from_the_other_priorities() {
 async fn claims_in_parallel_give_each_job_once() {
     let db = Db::new().await;
     let ids = db.session().await.enqueue("q", 3000).await;
-    let tasks: Vec<_> = (0..8).map(|_| {
-        let s = db.session();
-        async move {
-            let s = s.await;
-            let mut got = vec![];
-            loop {
-                match s.try_claim("q", 7, false).await.unwrap() {
-                    None => tokio::task::yield_now().await,
-                    Some(batches) if batches.is_empty() => return got,
-                    Some(batches) => got.extend(jobs(&batches)),
+    let tasks: Vec<_> = (0..8)
+        .map(|_| {
+            let s = db.session();
+            async move {
+                let s = s.await;
+                let mut got = vec![];
+                loop {
+                    match s.try_claim("q", 7, false).await.unwrap() {
+                        None => tokio::task::yield_now().await,
+                        Some(batches) if batches.is_empty() => return got,
+                        Some(batches) => got.extend(jobs(&batches)),
+                    }
                 }
             }
-        }
-    }).collect();
+        })
+        .collect();
     let got = futures_util::future::join_all(tasks).await.concat();
     assert_eq!(sorted(got), ids);
 }
@@ -137,8 +139,13 @@ async fn whatever_reads_or_moves_cursors_refuses_old_snapshots() {
     let s = db.session().await;
     s.enqueue("q", 1).await;
     for level in ["REPEATABLE READ", "SERIALIZABLE"] {
-        for call in ["@claim('q', 1)", "@prune('queue', 0::smallint)", "@advance_idle_cursors()",
-                     "@complete('{}', '{}', '{}', '{}')", "@close_attempts('{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}')"] {
+        for call in [
+            "@claim('q', 1)",
+            "@prune('queue', 0::smallint)",
+            "@advance_idle_cursors()",
+            "@complete('{}', '{}', '{}', '{}')",
+            "@close_attempts('{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}')",
+        ] {
             s.exec(&format!("BEGIN ISOLATION LEVEL {level}")).await;
             let error = s.try_exec(&format!("SELECT {call}")).await.expect_err(&format!("{call} at {level}"));
             let error = error.as_db_error().unwrap();
@@ -268,6 +275,14 @@ async fn deadline_and_claimer_are_kept_with_the_claim() {
     let s = db.session().await;
     s.enqueue("q", 2).await;
     s.exec("SELECT @claim('q', 2, '1 hour', 'me')").await;
-    assert!(s.one::<bool>("SELECT deadline_at = claimed_at + interval '1 hour' AND claimed_by = 'me' FROM @lease_claim_batches").await);
-    assert_eq!(s.one::<i64>("SELECT count(*) FROM @open_claims(0::smallint) WHERE open_count = 2 AND claimed_by = 'me'").await, 1);
+    assert!(
+        s.one::<bool>(
+            "SELECT deadline_at = claimed_at + interval '1 hour' AND claimed_by = 'me' FROM @lease_claim_batches"
+        )
+        .await
+    );
+    assert_eq!(
+        s.one::<i64>("SELECT count(*) FROM @open_claims(0::smallint) WHERE open_count = 2 AND claimed_by = 'me'").await,
+        1
+    );
 }

@@ -30,7 +30,13 @@ async fn a_writer_that_names_its_attempt_wrongly_loses_and_everybody_else_wins()
     a[5].receipt = (a[5].receipt >> 10 << 10) + 500;
     let lost = s.complete(&a).await;
     assert_eq!(places(&lost), [1, 2, 3, 5, 6]);
-    for ((place, reason), part) in lost.iter().zip(["no such receipt", "stale run_lease: the attempt has 1", "is of job", "no such receipt", "of job none"]) {
+    for ((place, reason), part) in lost.iter().zip([
+        "no such receipt",
+        "stale run_lease: the attempt has 1",
+        "is of job",
+        "no such receipt",
+        "of job none",
+    ]) {
         assert!(reason.contains(part), "place {place}: {reason}");
     }
     assert_eq!(completed(&s).await, [good[3].job, good[6].job, good[7].job]);
@@ -110,7 +116,8 @@ async fn completion_and_close_of_one_attempt_have_one_winner_whoever_comes_first
             db.until_waiting(pid).await;
             s.exec("COMMIT").await;
             assert_eq!(places(&second.await.unwrap()), [1, 2], "{outcome}, completed first: {complete_first}");
-            let ends: i64 = s.one("SELECT (SELECT count(*) FROM @terminal_jobs) + (SELECT count(*) FROM @deferred_jobs)").await;
+            let ends: i64 =
+                s.one("SELECT (SELECT count(*) FROM @terminal_jobs) + (SELECT count(*) FROM @deferred_jobs)").await;
             assert_eq!(ends, 2);
         }
     }
@@ -125,17 +132,19 @@ async fn calls_that_name_the_same_batches_in_opposite_order_do_not_deadlock() {
     for _ in 0..40 {
         all.extend(attempts(&s.claim("q", 10).await));
     }
-    let tasks: Vec<_> = (0..6).map(|n| {
-        let (db, mut a) = (&db, all.clone());
-        async move {
-            let t = db.session().await;
-            if n % 2 == 1 {
-                a.reverse();
+    let tasks: Vec<_> = (0..6)
+        .map(|n| {
+            let (db, mut a) = (&db, all.clone());
+            async move {
+                let t = db.session().await;
+                if n % 2 == 1 {
+                    a.reverse();
+                }
+                let lost = if n < 3 { t.complete(&a).await } else { t.close(&a, "failed", None, "0").await };
+                400 - lost.len()
             }
-            let lost = if n < 3 { t.complete(&a).await } else { t.close(&a, "failed", None, "0").await };
-            400 - lost.len()
-        }
-    }).collect();
+        })
+        .collect();
     assert_eq!(futures_util::future::join_all(tasks).await.iter().sum::<usize>(), 400);
     assert_eq!(s.one::<i64>("SELECT count(*) FROM @terminal_jobs").await, 400);
 }
@@ -165,7 +174,12 @@ async fn partial_completions_in_any_order_close_exactly_what_they_name() {
 
 #[tokio::test]
 async fn ranges_are_right_whichever_plan_the_completion_gets() {
-    for setting in ["SET enable_hashagg = off", "SET work_mem = '64kB'", "SET enable_nestloop = off", "SET enable_nestloop = off; SET enable_hashjoin = off"] {
+    for setting in [
+        "SET enable_hashagg = off",
+        "SET work_mem = '64kB'",
+        "SET enable_nestloop = off",
+        "SET enable_nestloop = off; SET enable_hashjoin = off",
+    ] {
         let db = Db::new().await;
         let s = db.session().await;
         s.exec(setting).await;
@@ -280,13 +294,22 @@ async fn a_deferred_job_comes_back_with_its_history_and_the_older_lease_loses() 
         s.rotate("claim").await;
     }
     let last = attempts(&s.claim("q", 1).await);
-    let extras: serde_json::Value = s.one("SELECT jsonb_build_object('tags', tags, 'metadata', metadata, 'errors', errors)
-        FROM @ready_entries ORDER BY lane_seq DESC LIMIT 1").await;
+    let extras: serde_json::Value = s
+        .one(
+            "SELECT jsonb_build_object('tags', tags, 'metadata', metadata, 'errors', errors)
+        FROM @ready_entries ORDER BY lane_seq DESC LIMIT 1",
+        )
+        .await;
     assert_eq!(extras["tags"][0], "t");
     assert_eq!(extras["metadata"]["m"], 2);
-    assert_eq!(extras["errors"].as_array().unwrap().iter().map(|e| e["error"].as_str().unwrap()).collect::<Vec<_>>(), ["e0", "e1", "e2"]);
+    assert_eq!(
+        extras["errors"].as_array().unwrap().iter().map(|e| e["error"].as_str().unwrap()).collect::<Vec<_>>(),
+        ["e0", "e1", "e2"]
+    );
     assert_eq!(s.close(&last, "retryable", Some("last"), "0").await, []);
-    let end: String = s.one("SELECT state || ' ' || attempt || ' ' || run_lease || ' ' || cardinality(errors) FROM @terminal_jobs").await;
+    let end: String = s
+        .one("SELECT state || ' ' || attempt || ' ' || run_lease || ' ' || cardinality(errors) FROM @terminal_jobs")
+        .await;
     assert_eq!(end, "failed 3 4 4", "no attempt left");
     assert_eq!(s.one::<i64>("SELECT count(*) FROM @deferred_jobs").await, 0);
 }
@@ -340,8 +363,10 @@ async fn finished_jobs_are_shown_once_each_also_from_batches_with_gaps() {
     assert_eq!(s.close(&[a[0], a[10]], "failed", Some("e"), "0").await, []);
     assert_eq!(s.complete(&[a[2], a[3], a[6], a[7], a[8], a[9]]).await, []);
     let shown: Vec<String> = s.all("SELECT id || kind || (args ->> 'n') || state || attempt || run_lease || queue FROM @terminal_jobs ORDER BY id").await;
-    let expected: Vec<String> = kept.iter().enumerate().map(|(n, id)| {
-        format!("{id}k{n}{n}{}11q", if n == 0 || n == 10 { "failed" } else { "completed" })
-    }).collect();
+    let expected: Vec<String> = kept
+        .iter()
+        .enumerate()
+        .map(|(n, id)| format!("{id}k{n}{n}{}11q", if n == 0 || n == 10 { "failed" } else { "completed" }))
+        .collect();
     assert_eq!(shown, expected);
 }

@@ -49,7 +49,10 @@ async fn a_job_that_must_not_be_stored_is_refused_by_field_and_value() {
     for bad in ["{\"a\": \"\\u0000\"}", "{"] {
         assert!(s.try_exec(&format!("SELECT @enqueue('k', args => '{bad}')")).await.is_err());
     }
-    assert_eq!(s.one::<i64>("SELECT (SELECT count(*) FROM @ready_entries) + (SELECT count(*) FROM @job_unique_claims)").await, 0);
+    assert_eq!(
+        s.one::<i64>("SELECT (SELECT count(*) FROM @ready_entries) + (SELECT count(*) FROM @job_unique_claims)").await,
+        0
+    );
 }
 
 #[tokio::test]
@@ -57,8 +60,12 @@ async fn one_bad_job_refuses_the_whole_call_and_is_named_by_its_place() {
     let db = Db::odd().await;
     let s = db.session().await;
     let good = r#"{"kind": "k", "unique_key": "\\x07"}"#;
-    for (bad, part) in [(r#"{"kind": "k", "priority": 9}"#, "priority"), (r#"{"queue": "q"}"#, "kind"), (r#"{"kind": "k", "metadata": []}"#, "metadata"),
-                        (r#"{"kind": "k", "priority": 70000}"#, "70000")] {
+    for (bad, part) in [
+        (r#"{"kind": "k", "priority": 9}"#, "priority"),
+        (r#"{"queue": "q"}"#, "kind"),
+        (r#"{"kind": "k", "metadata": []}"#, "metadata"),
+        (r#"{"kind": "k", "priority": 70000}"#, "70000"),
+    ] {
         let message = refused(&s, &format!("SELECT @enqueue_many('[{good}, {good}, {bad}, {good}]'::jsonb)")).await;
         assert!(message.contains("job 3") && message.contains(part), "{bad}: {message}");
     }
@@ -67,9 +74,16 @@ async fn one_bad_job_refuses_the_whole_call_and_is_named_by_its_place() {
         assert!(message.contains(part), "{bad}: {message}");
     }
     assert!(refused(&s, "SELECT @enqueue_many('{}'::jsonb)").await.contains("array"));
-    let message = refused(&s, "SELECT @enqueue_many(ARRAY[ROW('k', 'q', '{}', 1, 1, NULL, NULL, NULL, NULL, NULL), NULL]::@new_job[])").await;
+    let message = refused(
+        &s,
+        "SELECT @enqueue_many(ARRAY[ROW('k', 'q', '{}', 1, 1, NULL, NULL, NULL, NULL, NULL), NULL]::@new_job[])",
+    )
+    .await;
     assert!(message.contains("job 2") && message.contains("kind"), "{message}");
-    assert_eq!(s.one::<i64>("SELECT (SELECT count(*) FROM @ready_entries) + (SELECT count(*) FROM @job_unique_claims)").await, 0);
+    assert_eq!(
+        s.one::<i64>("SELECT (SELECT count(*) FROM @ready_entries) + (SELECT count(*) FROM @job_unique_claims)").await,
+        0
+    );
     s.exec("SELECT @enqueue_many('[]'::jsonb), @enqueue_many('{}'::@new_job[])").await;
 }
 
@@ -87,7 +101,8 @@ async fn enqueue_many_answers_in_order_and_applies_every_default_and_field() {
     assert_eq!(s.all::<String>("SELECT kind || ' ' || queue || ' ' || priority || ' ' || max_attempts FROM @ready_entries JOIN @queue_lanes USING (lane_id) ORDER BY kind").await,
         ["a default 2 25", "b q 1 3", "c default 2 25", "f default 2 25"]);
     assert_eq!(s.one::<String>("SELECT kind || state FROM @deferred_jobs").await, "escheduled");
-    let b: serde_json::Value = s.one("SELECT jsonb_build_object('a', args[1], 'e', extras[1]) FROM @claim('q', 1)").await;
+    let b: serde_json::Value =
+        s.one("SELECT jsonb_build_object('a', args[1], 'e', extras[1]) FROM @claim('q', 1)").await;
     assert_eq!((&b["a"]["z"], &b["e"]["tags"][0], &b["e"]["metadata"]["m"]), (&1.into(), &"x".into(), &1.into()));
     assert_eq!(jobs(&s.claim("default", 9).await), [ids[0], ids[2], ids[5]]);
 }
@@ -118,7 +133,12 @@ async fn a_duplicate_is_told_the_holder_and_takes_no_place_in_the_lane() {
 
 #[tokio::test]
 async fn of_two_transactions_with_one_key_the_second_waits_for_the_first_to_end() {
-    for (level, first_ends) in [("READ COMMITTED", "ROLLBACK"), ("READ COMMITTED", "COMMIT"), ("REPEATABLE READ", "ROLLBACK"), ("REPEATABLE READ", "COMMIT")] {
+    for (level, first_ends) in [
+        ("READ COMMITTED", "ROLLBACK"),
+        ("READ COMMITTED", "COMMIT"),
+        ("REPEATABLE READ", "ROLLBACK"),
+        ("REPEATABLE READ", "COMMIT"),
+    ] {
         let db = Db::new().await;
         let (a, b) = (db.session().await, db.session().await);
         a.exec("BEGIN").await;
@@ -189,21 +209,31 @@ async fn a_completion_rolled_back_keeps_the_key() {
 #[tokio::test]
 async fn calls_with_the_same_keys_in_any_order_do_not_deadlock() {
     let db = Db::new().await;
-    let tasks: Vec<_> = (0..6).map(|n: usize| {
-        let db = &db;
-        async move {
-            let s = db.session().await;
-            let mut inserted = 0;
-            for round in 0..15 {
-                let list: Vec<String> = (0..20).map(|i| (i * [1, 3, 7, 9, 11, 13][n] % 20, i)).map(|(k, _)| {
-                    format!("{{\"kind\": \"k\", \"queue\": \"q\", \"unique_key\": \"\\\\x{round:02x}{k:02x}\"}}")
-                }).collect();
-                let rows = s.rows(&format!("SELECT inserted FROM @enqueue_many('[{}]'::jsonb)", list.join(",")), &[]).await.unwrap();
-                inserted += rows.iter().filter(|r| r.get(0)).count();
+    let tasks: Vec<_> = (0..6)
+        .map(|n: usize| {
+            let db = &db;
+            async move {
+                let s = db.session().await;
+                let mut inserted = 0;
+                for round in 0..15 {
+                    let list: Vec<String> = (0..20)
+                        .map(|i| (i * [1, 3, 7, 9, 11, 13][n] % 20, i))
+                        .map(|(k, _)| {
+                            format!(
+                                "{{\"kind\": \"k\", \"queue\": \"q\", \"unique_key\": \"\\\\x{round:02x}{k:02x}\"}}"
+                            )
+                        })
+                        .collect();
+                    let rows = s
+                        .rows(&format!("SELECT inserted FROM @enqueue_many('[{}]'::jsonb)", list.join(",")), &[])
+                        .await
+                        .unwrap();
+                    inserted += rows.iter().filter(|r| r.get(0)).count();
+                }
+                inserted
             }
-            inserted
-        }
-    }).collect();
+        })
+        .collect();
     assert_eq!(futures_util::future::join_all(tasks).await.iter().sum::<usize>(), 300);
 }
 
@@ -224,7 +254,8 @@ async fn a_queue_is_notified_only_while_somebody_sleeps_on_it() {
     s.exec("NOTIFY the_end").await;
     let mut seen = vec![];
     loop {
-        let (channel, payload) = tokio::time::timeout(Duration::from_secs(120), messages.recv()).await.unwrap().unwrap();
+        let (channel, payload) =
+            tokio::time::timeout(Duration::from_secs(120), messages.recv()).await.unwrap().unwrap();
         if channel == "the_end" {
             break;
         }
@@ -234,7 +265,10 @@ async fn a_queue_is_notified_only_while_somebody_sleeps_on_it() {
     drop(listener);
 }
 
-async fn listen(db: &Db, channel: &str) -> (tokio_postgres::Client, tokio::sync::mpsc::UnboundedReceiver<(String, String)>) {
+async fn listen(
+    db: &Db,
+    channel: &str,
+) -> (tokio_postgres::Client, tokio::sync::mpsc::UnboundedReceiver<(String, String)>) {
     let (client, mut connection) = db.config().connect(tokio_postgres::NoTls).await.unwrap();
     let (sender, receiver) = tokio::sync::mpsc::unbounded_channel();
     tokio::spawn(async move {

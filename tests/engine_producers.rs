@@ -15,8 +15,11 @@ async fn claims(s: &Session, n: i32) -> Vec<Attempt> {
 }
 
 async fn open_holes(s: &Session) -> i64 {
-    s.one("SELECT count(*) FROM @ready_lane_holes h WHERE holders IS NOT NULL
-           AND NOT EXISTS (SELECT FROM @ready_lane_holes o WHERE o.hole_id = h.hole_id AND o.holders IS NULL)").await
+    s.one(
+        "SELECT count(*) FROM @ready_lane_holes h WHERE holders IS NOT NULL
+           AND NOT EXISTS (SELECT FROM @ready_lane_holes o WHERE o.hole_id = h.hole_id AND o.holders IS NULL)",
+    )
+    .await
 }
 
 async fn spent(s: &Session) -> i64 {
@@ -116,7 +119,8 @@ async fn an_open_producer_of_a_queue_gone_quiet_does_not_hold_the_slots_claimed_
     s.complete(&above).await;
     s.rotate("queue").await;
     s.rotate("claim").await;
-    db.until("SELECT max(claimed_at) < clock_timestamp() - interval '1 second' FROM @ready_claim_attempt_batches").await;
+    db.until("SELECT max(claimed_at) < clock_timestamp() - interval '1 second' FROM @ready_claim_attempt_batches")
+        .await;
     s.exec("SELECT @advance_idle_cursors()").await;
     s.exec("SELECT @advance_idle_cursors()").await;
     s.prune_all("claim").await;
@@ -340,7 +344,8 @@ async fn holes_of_aborted_producers_do_not_pile_up_behind_producers_always_activ
     s.probe("q", 0).await;
     assert!(open_holes(&s).await <= 1, "{} holes", open_holes(&s).await);
     assert!(s.one::<i64>("SELECT count(*) FROM @ready_lane_holes").await < 30);
-    let behind: i64 = s.one("SELECT pg_sequence_last_value(seq) - pg_sequence_last_value(spent) FROM @queue_lanes").await;
+    let behind: i64 =
+        s.one("SELECT pg_sequence_last_value(seq) - pg_sequence_last_value(spent) FROM @queue_lanes").await;
     assert!(behind < 100, "{behind} behind");
     a.exec("COMMIT").await;
     got.extend(s.drain("q").await);

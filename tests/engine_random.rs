@@ -100,7 +100,8 @@ async fn run(seed: u64, steps: usize) {
                         part.push(ledger.held.swap_remove(n));
                     }
                 }
-                let outcome = ["completed", "completed", "failed", "cancelled", "retryable", "scheduled"][rng.random_range(0..6)];
+                let outcome =
+                    ["completed", "completed", "failed", "cancelled", "retryable", "scheduled"][rng.random_range(0..6)];
                 let undo = rng.random_bool(0.1);
                 worker.exec("BEGIN").await;
                 let lost = match outcome {

@@ -68,7 +68,10 @@ async fn claims_in_flight_and_open_keep_both_slots() {
     c.exec("COMMIT").await;
     assert_eq!(s.prune("queue", 0).await.1, "open_claims");
     let (_, reason, detail) = s.prune("claim", 0).await;
-    assert!(reason == "open_claims" && detail.contains(&format!("job {}", a[0].job)) && detail.contains("tester"), "{reason}: {detail}");
+    assert!(
+        reason == "open_claims" && detail.contains(&format!("job {}", a[0].job)) && detail.contains("tester"),
+        "{reason}: {detail}"
+    );
     assert_eq!(s.complete(&a[1..]).await, []);
     assert_eq!(s.prune("claim", 0).await.1, "open_claims");
     assert_eq!(s.complete(&a[..1]).await, []);
@@ -76,7 +79,10 @@ async fn claims_in_flight_and_open_keep_both_slots() {
     assert_eq!(s.prune("queue", 0).await.1, "lane_cursor", "nobody claimed since");
     assert_eq!(s.one::<i32>("SELECT @advance_idle_cursors()").await, 1);
     assert!(s.prune("queue", 0).await.0);
-    assert_eq!(s.one::<i64>("SELECT sum(job_count)::bigint FROM @queue_terminal_rollup_deltas").await, first.len() as i64 + 2);
+    assert_eq!(
+        s.one::<i64>("SELECT sum(job_count)::bigint FROM @queue_terminal_rollup_deltas").await,
+        first.len() as i64 + 2
+    );
     assert_eq!(s.prune("queue", 0).await.1, "pruned");
     assert_eq!(s.prune("queue", 1).await.1, "open");
     assert_eq!(s.prune("queue", 99).await.1, "no_such_slot");
@@ -109,7 +115,10 @@ async fn a_long_reader_costs_a_skip_that_names_it() {
     s.exec("SELECT @advance_idle_cursors()").await;
     for ring in ["queue", "claim"] {
         let (pruned, reason, detail) = s.prune(ring, 0).await;
-        assert!(!pruned && reason == "reader" && detail.contains(&format!("pid {} ", r.pid().await)), "{reason}: {detail}");
+        assert!(
+            !pruned && reason == "reader" && detail.contains(&format!("pid {} ", r.pid().await)),
+            "{reason}: {detail}"
+        );
     }
     assert_eq!(s.one::<String>("SHOW lock_timeout").await, "0");
     r.exec("COMMIT").await;
@@ -119,9 +128,18 @@ async fn a_long_reader_costs_a_skip_that_names_it() {
 #[tokio::test]
 async fn what_is_committed_while_prune_waits_for_its_locks_is_seen() {
     for (ring, read, write, reason) in [
-        ("queue", "ready_entries_0", "INSERT INTO @ready_entries_0 SELECT 999, 999, 0, now(), now(), 1, 0, 0, 5, 'k', '{}'", "ready_rows"),
-        ("claim", "lease_claim_batches_0",
-         "INSERT INTO @lease_claim_batches_0 SELECT 999, 0, 0, 1, now(), NULL, 1, 0, 0, false, 'me', '{[999,1000)}', '{999}'", "open_claims"),
+        (
+            "queue",
+            "ready_entries_0",
+            "INSERT INTO @ready_entries_0 SELECT 999, 999, 0, now(), now(), 1, 0, 0, 5, 'k', '{}'",
+            "ready_rows",
+        ),
+        (
+            "claim",
+            "lease_claim_batches_0",
+            "INSERT INTO @lease_claim_batches_0 SELECT 999, 0, 0, 1, now(), NULL, 1, 0, 0, false, 'me', '{[999,1000)}', '{999}'",
+            "open_claims",
+        ),
     ] {
         let db = Db::new().await;
         let (s, r) = (db.session().await, db.session().await);
@@ -146,7 +164,11 @@ async fn a_producer_paused_before_its_pin_writes_into_the_slot_that_is_open_then
     let (s, x, p) = (db.session().await, db.session().await, db.session().await);
     finish(&s, 3).await;
     // x holds slot 0 as a pruner does; p has read the cursor and waits for its pin.
-    x.exec(&format!("SELECT pg_advisory_lock(c.oid::integer, 0) FROM pg_class c WHERE c.oid = {}", oid("queue_ring_slots"))).await;
+    x.exec(&format!(
+        "SELECT pg_advisory_lock(c.oid::integer, 0) FROM pg_class c WHERE c.oid = {}",
+        oid("queue_ring_slots")
+    ))
+    .await;
     let pid = p.pid().await;
     let enqueue = p.spawn("SELECT job_id FROM @enqueue('k', 'q')");
     db.until_waiting(pid).await;
@@ -161,7 +183,9 @@ async fn a_producer_paused_before_its_pin_writes_into_the_slot_that_is_open_then
 }
 
 fn oid(table: &str) -> String {
-    format!("(SELECT t.oid FROM pg_class t JOIN pg_namespace n ON n.oid = t.relnamespace WHERE t.relname = '{table}' AND n.nspname <> 'pg_catalog')")
+    format!(
+        "(SELECT t.oid FROM pg_class t JOIN pg_namespace n ON n.oid = t.relnamespace WHERE t.relname = '{table}' AND n.nspname <> 'pg_catalog')"
+    )
 }
 
 #[tokio::test]
@@ -170,11 +194,22 @@ async fn numbers_reserved_for_a_copy_keep_their_slot_through_a_turn_of_the_ring(
     let (s, p) = (db.session().await, db.session().await);
     finish(&s, 3).await;
     p.exec("BEGIN").await;
-    let rows = p.rows("SELECT lane_id, ready_slot, job_ids, lane_seqs FROM @enqueue_reserve('{q}', '{2}', '{2}')", &[]).await.unwrap();
-    let (lane, slot, ids, seqs) = (rows[0].get::<_, i32>(0), rows[0].get::<_, i16>(1), rows[0].get::<_, Vec<i64>>(2), rows[0].get::<_, Vec<i64>>(3));
+    let rows = p
+        .rows("SELECT lane_id, ready_slot, job_ids, lane_seqs FROM @enqueue_reserve('{q}', '{2}', '{2}')", &[])
+        .await
+        .unwrap();
+    let (lane, slot, ids, seqs) = (
+        rows[0].get::<_, i32>(0),
+        rows[0].get::<_, i16>(1),
+        rows[0].get::<_, Vec<i64>>(2),
+        rows[0].get::<_, Vec<i64>>(3),
+    );
     for n in 0..40 {
         if n % 10 == 9 {
-            db.until("SELECT max(claimed_at) < clock_timestamp() - interval '1 second' FROM @ready_claim_attempt_batches").await;
+            db.until(
+                "SELECT max(claimed_at) < clock_timestamp() - interval '1 second' FROM @ready_claim_attempt_batches",
+            )
+            .await;
         }
         s.exec("SELECT @advance_idle_cursors()").await;
         s.exec("SELECT @advance_idle_cursors()").await;
@@ -185,10 +220,17 @@ async fn numbers_reserved_for_a_copy_keep_their_slot_through_a_turn_of_the_ring(
         s.rotate("claim").await;
         s.prune_all("claim").await;
         s.prune_all("queue").await;
-        assert_eq!(s.one::<i64>("SELECT max(generation) FROM @queue_ring_state WHERE slot = 0").await, 0, "never reopened");
+        assert_eq!(
+            s.one::<i64>("SELECT max(generation) FROM @queue_ring_state WHERE slot = 0").await,
+            0,
+            "never reopened"
+        );
     }
     for (id, seq) in ids.iter().zip(&seqs) {
-        p.exec(&format!("INSERT INTO @ready_entries SELECT {id}, {seq}, 0, now(), now(), {lane}, {slot}, 0, 5, 'k', '{{}}'")).await;
+        p.exec(&format!(
+            "INSERT INTO @ready_entries SELECT {id}, {seq}, 0, now(), now(), {lane}, {slot}, 0, 5, 'k', '{{}}'"
+        ))
+        .await;
     }
     p.exec("COMMIT").await;
     assert_eq!(sorted(s.drain("q").await), ids);
@@ -233,7 +275,10 @@ async fn an_idle_ring_is_not_rotated() {
     let db = Db::new().await;
     let s = db.session().await;
     for ring in ["queue", "claim"] {
-        assert_eq!(s.one::<String>(&format!("SELECT reason FROM @rotate('{ring}')")).await, "idle: the open slot is empty");
+        assert_eq!(
+            s.one::<String>(&format!("SELECT reason FROM @rotate('{ring}')")).await,
+            "idle: the open slot is empty"
+        );
     }
     s.enqueue("q", 1).await;
     assert!(s.one::<bool>("SELECT rotated FROM @rotate('queue')").await);
@@ -251,18 +296,26 @@ async fn of_two_rotators_one_opens_a_slot() {
     assert!(t.rotate("claim").await.0, "the other ring is free");
     s.exec("COMMIT").await;
     assert_eq!(t.one::<i64>("SELECT max(generation) FROM @queue_ring_state").await, 1);
-    let tasks: Vec<_> = (0..6).map(|_| async {
-        let t = db.session().await;
-        let mut n = 0;
-        for _ in 0..10 {
-            n += t.rotate("claim").await.0 as i64;
-            t.prune_all("claim").await;
-        }
-        n
-    }).collect();
+    let tasks: Vec<_> = (0..6)
+        .map(|_| async {
+            let t = db.session().await;
+            let mut n = 0;
+            for _ in 0..10 {
+                n += t.rotate("claim").await.0 as i64;
+                t.prune_all("claim").await;
+            }
+            n
+        })
+        .collect();
     let opened: i64 = futures_util::future::join_all(tasks).await.iter().sum();
     assert_eq!(t.one::<i64>("SELECT max(generation) FROM @claim_ring_state").await, opened + 1);
-    assert_eq!(t.one::<i64>("SELECT pg_sequence_last_value(s.oid) >> 8 FROM (SELECT 'awa.claim_ring_cursor'::regclass AS oid) s").await, opened + 1);
+    assert_eq!(
+        t.one::<i64>(
+            "SELECT pg_sequence_last_value(s.oid) >> 8 FROM (SELECT 'awa.claim_ring_cursor'::regclass AS oid) s"
+        )
+        .await,
+        opened + 1
+    );
 }
 
 #[tokio::test]
@@ -355,7 +408,10 @@ async fn thousands_of_jobs_leave_no_dead_row_while_a_writer_stays_idle_in_its_tr
         s.exec("SELECT @advance_idle_cursors()").await;
         s.prune_all("claim").await;
         s.prune_all("queue").await;
-        s.exec("SELECT @trim_ring_state('queue', 4, 8), @trim_ring_state('claim', 4, 8) WHERE @oldest_pin() > '5 seconds'").await;
+        s.exec(
+            "SELECT @trim_ring_state('queue', 4, 8), @trim_ring_state('claim', 4, 8) WHERE @oldest_pin() > '5 seconds'",
+        )
+        .await;
         if n % 20 == 19 {
             assert_eq!(s.one::<String>(dead).await, "");
         }

@@ -1,1 +1,27 @@
-//! The engine.
+//! The engine: the job queue itself, as a library. It knows nothing of terminals, flags or
+//! formats. One file a concern, one file a transition; this one only re-exports.
+
+pub mod claim;
+pub mod close;
+pub mod complete;
+pub mod connect;
+pub mod conninfo;
+pub mod duration;
+pub mod embedded;
+pub mod enqueue;
+pub mod enqueue_stream;
+pub mod error;
+pub mod maintenance;
+pub mod migrate;
+pub mod migrations;
+pub mod promote;
+pub mod ring;
+pub mod schema;
+pub mod target;
+pub mod tls;
+pub mod worker;
+
+pub use connect::{Session, connect};
+pub use error::{EngineError, Refusal, Result};
+pub use schema::Schema;
+pub use target::Target;

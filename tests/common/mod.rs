@@ -17,13 +17,14 @@ pub const ODD: &str = "My \"odd' %s schema";
 type Params<'a> = &'a [&'a (dyn ToSql + Sync)];
 
 fn config(database: &str) -> tokio_postgres::Config {
-    let mut config = tokio_postgres::Config::new();
-    config.host_path(&server::server().socket_dir).user("postgres").dbname(database).application_name("awa-test");
+    let mut config = server::server().config();
+    config.dbname(database).application_name("awa-test");
     config
 }
 
 async fn connect(database: &str) -> Client {
-    let (client, connection) = config(database).connect(NoTls).await.unwrap_or_else(|e| panic!("connect to {database}: {e}"));
+    let (client, connection) =
+        config(database).connect(NoTls).await.unwrap_or_else(|e| panic!("connect to {database}: {e}"));
     tokio::spawn(connection);
     client
 }
@@ -141,7 +142,12 @@ pub struct Attempt {
 impl Batch {
     pub fn attempts(&self) -> Vec<Attempt> {
         (0..self.jobs.len())
-            .map(|n| Attempt { slot: self.claim_slot, receipt: self.id * 1024 + n as i64, job: self.jobs[n], lease: self.leases[n] })
+            .map(|n| Attempt {
+                slot: self.claim_slot,
+                receipt: self.id * 1024 + n as i64,
+                job: self.jobs[n],
+                lease: self.leases[n],
+            })
             .collect()
     }
 }
@@ -213,9 +219,18 @@ impl Session {
         if rows.len() == 1 && rows[0].get::<_, Option<i64>>(0).is_none() {
             return Ok(None);
         }
-        Ok(Some(rows.iter().map(|r| Batch {
-            id: r.get(0), claim_slot: r.get(1), priority: r.get(2), jobs: r.get(3), leases: r.get(4), attempts: r.get(5),
-        }).collect()))
+        Ok(Some(
+            rows.iter()
+                .map(|r| Batch {
+                    id: r.get(0),
+                    claim_slot: r.get(1),
+                    priority: r.get(2),
+                    jobs: r.get(3),
+                    leases: r.get(4),
+                    attempts: r.get(5),
+                })
+                .collect(),
+        ))
     }
 
     pub async fn claim(&self, queue: &str, limit: i32) -> Vec<Batch> {
@@ -233,7 +248,9 @@ impl Session {
 
     pub async fn try_complete(&self, a: &[Attempt]) -> Result<Vec<(i32, String)>, Error> {
         let (slots, receipts, jobs, leases) = columns(a);
-        let rows = self.rows("SELECT place, reason FROM @complete($1, $2, $3, $4)", &[&slots, &receipts, &jobs, &leases]).await?;
+        let rows = self
+            .rows("SELECT place, reason FROM @complete($1, $2, $3, $4)", &[&slots, &receipts, &jobs, &leases])
+            .await?;
         Ok(rows.iter().map(|r| (r.get(0), r.get(1))).collect())
     }
 
@@ -242,25 +259,44 @@ impl Session {
         self.try_close(a, outcome, error, delay).await.unwrap()
     }
 
-    pub async fn try_close(&self, a: &[Attempt], outcome: &str, error: Option<&str>, delay: &str) -> Result<Vec<(i32, String)>, Error> {
+    pub async fn try_close(
+        &self,
+        a: &[Attempt],
+        outcome: &str,
+        error: Option<&str>,
+        delay: &str,
+    ) -> Result<Vec<(i32, String)>, Error> {
         let (slots, receipts, jobs, leases) = columns(a);
         let n = a.len();
-        let sql = format!("SELECT place, reason FROM @close_attempts($1, $2, $3, $4, array_fill('{outcome}'::@job_state, ARRAY[{n}]),
-            $5, array_fill('{delay}'::interval, ARRAY[{n}]), array_fill(NULL::jsonb, ARRAY[{n}]))");
+        let sql = format!(
+            "SELECT place, reason FROM @close_attempts($1, $2, $3, $4, array_fill('{outcome}'::@job_state, ARRAY[{n}]),
+            $5, array_fill('{delay}'::interval, ARRAY[{n}]), array_fill(NULL::jsonb, ARRAY[{n}]))"
+        );
         let rows = self.rows(&sql, &[&slots, &receipts, &jobs, &leases, &vec![error; n]]).await?;
         Ok(rows.iter().map(|r| (r.get(0), r.get(1))).collect())
     }
 
     /// (pruned, reason, detail)
     pub async fn prune(&self, ring: &str, slot: i32) -> (bool, String, String) {
-        let rows = self.rows(&format!("SELECT pruned, reason, detail FROM @prune('{ring}', {slot}::smallint)"), &[]).await.unwrap();
-        (rows[0].get(0), rows[0].get::<_, Option<String>>(1).unwrap_or_default(), rows[0].get::<_, Option<String>>(2).unwrap_or_default())
+        let rows = self
+            .rows(&format!("SELECT pruned, reason, detail FROM @prune('{ring}', {slot}::smallint)"), &[])
+            .await
+            .unwrap();
+        (
+            rows[0].get(0),
+            rows[0].get::<_, Option<String>>(1).unwrap_or_default(),
+            rows[0].get::<_, Option<String>>(2).unwrap_or_default(),
+        )
     }
 
     /// (rotated, slot, reason)
     pub async fn rotate(&self, ring: &str) -> (bool, i16, String) {
         let rows = self.rows(&format!("SELECT rotated, slot, reason FROM @rotate('{ring}', true)"), &[]).await.unwrap();
-        (rows[0].get(0), rows[0].get::<_, Option<i16>>(1).unwrap_or(-1), rows[0].get::<_, Option<String>>(2).unwrap_or_default())
+        (
+            rows[0].get(0),
+            rows[0].get::<_, Option<i16>>(1).unwrap_or(-1),
+            rows[0].get::<_, Option<String>>(2).unwrap_or_default(),
+        )
     }
 
     /// Prunes what can be; the slots that were, and the reasons of the others.
@@ -290,7 +326,12 @@ impl Session {
 }
 
 fn columns(a: &[Attempt]) -> (Vec<i16>, Vec<i64>, Vec<i64>, Vec<i64>) {
-    (a.iter().map(|x| x.slot).collect(), a.iter().map(|x| x.receipt).collect(), a.iter().map(|x| x.job).collect(), a.iter().map(|x| x.lease).collect())
+    (
+        a.iter().map(|x| x.slot).collect(),
+        a.iter().map(|x| x.receipt).collect(),
+        a.iter().map(|x| x.job).collect(),
+        a.iter().map(|x| x.lease).collect(),
+    )
 }
 
 pub fn sorted(mut ids: Vec<i64>) -> Vec<i64> {

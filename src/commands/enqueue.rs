@@ -1,0 +1,206 @@
+//! `awactl enqueue`: one job, several alike, or a stream of JSON lines.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use chrono::{DateTime, Utc};
+use serde::Serialize;
+
+use super::exit::{CommandError, ExitCode};
+use super::output::{Table, thousands};
+use super::progress::bar;
+use super::{Access, Context};
+use crate::engine::enqueue::{BulkEnqueue, DEFAULT_MAX_ATTEMPTS, DEFAULT_PRIORITY, DEFAULT_QUEUE, NewJob};
+use crate::engine::enqueue_stream::{OnError, StreamOptions, StreamReport, enqueue_stream};
+use crate::engine::worker::RawJson;
+use crate::engine::{Session, Target, duration};
+
+/// Enqueue one job, or a file of them
+///
+/// A file has one JSON object a line with the fields kind, queue, args, priority, max_attempts, run_at, tags and
+/// metadata; all but kind have defaults. It is read as a stream, a batch a transaction. With --on-error stop (the default)
+/// a bad line keeps its whole batch out, and the line to resume from is said; with skip it alone is left out, and the
+/// exit code is 1 only if nothing was enqueued.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Kind of the job: which handler runs it
+    #[arg(required_unless_present = "file", conflicts_with = "file")]
+    kind: Option<String>,
+
+    /// Arguments as JSON
+    #[arg(default_value = "{}")]
+    args: String,
+
+    #[arg(long, default_value = DEFAULT_QUEUE, conflicts_with = "file")]
+    queue: String,
+
+    /// 1 (first) to 4
+    #[arg(long, default_value_t = DEFAULT_PRIORITY, conflicts_with = "file")]
+    priority: i16,
+
+    /// 1 to 1000
+    #[arg(long, default_value_t = DEFAULT_MAX_ATTEMPTS, conflicts_with = "file")]
+    max_attempts: i16,
+
+    /// When it may run, as RFC 3339 time
+    #[arg(long, value_name = "TIME", conflicts_with = "file")]
+    run_at: Option<DateTime<Utc>>,
+
+    /// How long from now it may run, such as 90s or 2h, by the database's clock
+    #[arg(long = "in", value_name = "DURATION", conflicts_with_all = ["run_at", "file"])]
+    delay: Option<String>,
+
+    /// A tag; may be repeated, up to 20 times
+    #[arg(long = "tag", value_name = "TAG", conflicts_with = "file")]
+    tags: Vec<String>,
+
+    /// A JSON object to keep with the job
+    #[arg(long, value_name = "JSON", conflicts_with = "file")]
+    metadata: Option<String>,
+
+    /// How many of it, in one transaction
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1_000_000), conflicts_with = "file")]
+    count: u32,
+
+    /// Jobs as JSON lines; - is standard input
+    #[arg(long, value_name = "FILE")]
+    file: Option<PathBuf>,
+
+    /// Lines per transaction
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=100_000), requires = "file")]
+    batch: u32,
+
+    /// What to do about a bad line
+    #[arg(long, value_enum, default_value_t, requires = "file")]
+    on_error: OnErrorArg,
+}
+
+#[derive(Debug, Clone, Copy, Default, clap::ValueEnum)]
+enum OnErrorArg {
+    #[default]
+    Stop,
+    Skip,
+}
+
+#[derive(Serialize)]
+struct Enqueued {
+    enqueued: usize,
+    job_ids: Vec<i64>,
+}
+
+pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
+    match &args.file {
+        Some(file) => from_file(&args, file, context).await,
+        None => alike(args, context).await,
+    }
+}
+
+async fn alike(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
+    let json = |field: &str, text: &str| {
+        RawJson::from_json(text).map_err(|e| {
+            CommandError::usage(format!("{field} is not usable"), e.to_string(), "give JSON, in quotes for the shell")
+        })
+    };
+    let mut job = NewJob::new(args.kind.unwrap_or_default(), json("ARGS", &args.args)?);
+    job.queue = args.queue;
+    job.priority = args.priority;
+    job.max_attempts = args.max_attempts;
+    job.tags = args.tags;
+    job.metadata = args.metadata.as_deref().map(|text| json("--metadata", text)).transpose()?;
+    job.run_at = args.run_at;
+    let delay = args.delay.as_deref().map(duration::parse).transpose();
+    let delay = delay
+        .map_err(|e| CommandError::usage("--in is not usable", e.to_string(), "say it like 250ms, 90s, 5m or 2h"))?;
+    job.check()?;
+
+    let (mut session, resolved) = context.connect_installed(Access::Change).await?;
+    context.confirm_change("enqueue into it").await?;
+    if let Some(delay) = delay {
+        job.run_at = Some(database_time_in(&session, delay).await?);
+    }
+    let ids = insert(&mut session, &resolved.target, &job, args.count).await?;
+    session.close().await;
+    context.output.print(&Enqueued { enqueued: ids.len(), job_ids: ids }, |e| {
+        let ids: Vec<String> = e.job_ids.iter().take(10).map(i64::to_string).collect();
+        let more = if e.job_ids.len() > 10 { ", …" } else { "" };
+        Table::facts([("enqueued", thousands(e.enqueued as i64)), ("job ids", ids.join(", ") + more)])
+    })?;
+    Ok(ExitCode::Done)
+}
+
+async fn insert(session: &mut Session, target: &Target, job: &NewJob, count: u32) -> anyhow::Result<Vec<i64>> {
+    let bulk = BulkEnqueue::prepare(session, &target.schema).await?;
+    let transaction = session.transaction().await?;
+    let mut ids = Vec::new();
+    let mut left = count as usize;
+    while left > 0 {
+        let jobs = vec![job.clone(); left.min(1000)];
+        left -= jobs.len();
+        ids.extend(bulk.run(&transaction, &jobs).await?);
+    }
+    transaction.commit().await?;
+    Ok(ids)
+}
+
+async fn database_time_in(session: &Session, delay: Duration) -> anyhow::Result<DateTime<Utc>> {
+    let sql = "SELECT clock_timestamp() + make_interval(secs => $1)";
+    Ok(session.query_one(sql, &[&delay.as_secs_f64()]).await?.try_get(0)?)
+}
+
+async fn from_file(args: &Args, file: &PathBuf, context: &Context) -> anyhow::Result<ExitCode> {
+    let stdin = file.as_os_str() == "-";
+    let (reader, size): (Box<dyn tokio::io::AsyncRead + Unpin>, u64) = if stdin {
+        (Box::new(tokio::io::stdin()), 0)
+    } else {
+        let opened = tokio::fs::File::open(file).await;
+        let opened = opened.map_err(|e| {
+            CommandError::usage(
+                format!("{} cannot be read", file.display()),
+                e.to_string(),
+                "name a file of JSON lines, or - for standard input",
+            )
+        })?;
+        let size = opened.metadata().await.context("reading the file's size")?.len();
+        (Box::new(opened), size)
+    };
+    let (mut session, resolved) = context.connect_installed(Access::Change).await?;
+    context.confirm_change("enqueue into it").await?;
+    let options = StreamOptions {
+        batch: args.batch as usize,
+        on_error: match args.on_error {
+            OnErrorArg::Stop => OnError::Stop,
+            OnErrorArg::Skip => OnError::Skip,
+        },
+    };
+    let progress = bar(context.shows_progress() && size > 0, "bytes", size);
+    let reader = tokio::io::BufReader::with_capacity(1 << 20, reader);
+    let report = enqueue_stream(&mut session, &resolved.target.schema, reader, options, |so_far| {
+        progress.set_position(so_far.bytes);
+        progress.set_message(format!("{} jobs", thousands(so_far.enqueued as i64)));
+    })
+    .await?;
+    progress.finish_and_clear();
+    session.close().await;
+    for bad in &report.bad_lines {
+        context.note(&format!("line {}: {}", bad.line, bad.why));
+    }
+    if let Some(line) = report.resume_from {
+        context.note(&format!("stopped; correct the file and resume from line {line}"));
+    }
+    context.output.print(&report, file_table)?;
+    let nothing = report.enqueued == 0 && report.skipped > 0;
+    Ok(if report.resume_from.is_some() || nothing { ExitCode::Failed } else { ExitCode::Done })
+}
+
+fn file_table(report: &StreamReport) -> Table {
+    let mut facts = vec![
+        ("enqueued", thousands(report.enqueued as i64)),
+        ("lines read", thousands(report.lines as i64)),
+        ("bad lines", thousands(report.skipped as i64)),
+    ];
+    if let Some(line) = report.resume_from {
+        facts.push(("resume from line", line.to_string()));
+    }
+    Table::facts(facts)
+}

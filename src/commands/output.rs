@@ -1,0 +1,292 @@
+//! Results on standard output: a table for people, JSON or YAML for programs.
+
+use std::ffi::OsString;
+use std::io::{self, IsTerminal as _, Write as _};
+use std::time::Duration;
+
+use clap::ValueEnum;
+use comfy_table::{Cell, CellAlignment, ContentArrangement, Row, presets};
+use serde::Serialize;
+
+/// Width when nobody can tell: what a mail, a ticket or a CI log shows without wrapping.
+const PIPED_WIDTH: u16 = 80;
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    #[default]
+    Table,
+    Json,
+    Yaml,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum Color {
+    #[default]
+    Auto,
+    Always,
+    Never,
+}
+
+impl Color {
+    /// Needed before parsing, for the colours of usage errors; the last one given counts.
+    pub fn from_arguments(arguments: impl IntoIterator<Item = OsString>) -> Self {
+        let arguments: Vec<_> = arguments
+            .into_iter()
+            .map(|argument| argument.to_string_lossy().into_owned())
+            .take_while(|argument| argument != "--")
+            .collect();
+        let mut color = Self::default();
+        for (index, argument) in arguments.iter().enumerate() {
+            let value = match argument.strip_prefix("--color") {
+                Some("") => arguments.get(index + 1).map(String::as_str),
+                Some(rest) => rest.strip_prefix('='),
+                None => None,
+            };
+            if let Some(Ok(given)) = value.map(|value| Self::from_str(value, false)) {
+                color = given;
+            }
+        }
+        color
+    }
+
+    pub fn enabled(self, is_terminal: bool) -> bool {
+        match self {
+            Self::Always => true,
+            Self::Never => false,
+            Self::Auto => is_terminal && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty()),
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct Output {
+    format: Format,
+    color: bool,
+}
+
+impl Output {
+    pub fn new(format: Format, color: Color) -> Self {
+        Self { format, color: color.enabled(io::stdout().is_terminal()) }
+    }
+
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// Whether standard output may hold colours.
+    pub fn color(&self) -> bool {
+        self.color
+    }
+
+    /// Prints `data`; `table` is only asked when people read it.
+    pub fn print<T: Serialize>(&self, data: &T, table: impl FnOnce(&T) -> Table) -> anyhow::Result<()> {
+        let mut text = match self.format {
+            Format::Table => table(data).render(self.color),
+            Format::Json => serde_json::to_string_pretty(data)?,
+            Format::Yaml => serde_yaml::to_string(data)?,
+        };
+        if !text.ends_with('\n') {
+            text.push('\n');
+        }
+        self.raw(text.as_bytes())
+    }
+
+    /// Prints bytes as they are (a script, a page). A reader that left early is no failure.
+    pub fn raw(&self, bytes: &[u8]) -> anyhow::Result<()> {
+        let mut stdout = io::stdout().lock();
+        match stdout.write_all(bytes).and_then(|()| stdout.flush()) {
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// A table of texts; columns named in `numbers` are aligned right.
+pub struct Table {
+    inner: comfy_table::Table,
+    header: Vec<String>,
+    numbers: Vec<usize>,
+    rows: usize,
+    empty: &'static str,
+}
+
+impl Table {
+    pub fn new(header: &[&str]) -> Self {
+        let mut inner = comfy_table::Table::new();
+        let terminal = io::stdout().is_terminal();
+        // Pseudo-terminals of CI systems often say that they are 0 columns wide.
+        let width = inner.width().filter(|width| terminal && *width >= 40).unwrap_or(PIPED_WIDTH);
+        inner.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic).set_width(width);
+        Self {
+            inner,
+            header: header.iter().map(|name| (*name).to_owned()).collect(),
+            numbers: Vec::new(),
+            rows: 0,
+            empty: "nothing to show",
+        }
+    }
+
+    /// One thing, a line for each of its facts.
+    pub fn facts<V: ToString>(facts: impl IntoIterator<Item = (&'static str, V)>) -> Self {
+        let mut table = Self::new(&[]);
+        for (name, value) in facts {
+            table.row([name.to_owned(), value.to_string()]);
+        }
+        table
+    }
+
+    pub fn numbers(mut self, columns: &[usize]) -> Self {
+        self.numbers = columns.to_vec();
+        self
+    }
+
+    /// What to say instead of a table without rows.
+    pub fn when_empty(mut self, text: &'static str) -> Self {
+        self.empty = text;
+        self
+    }
+
+    pub fn row<C: Into<String>>(&mut self, cells: impl IntoIterator<Item = C>) -> &mut Self {
+        let cells = cells.into_iter().enumerate().map(|(column, cell)| {
+            let cell = Cell::new(cell.into());
+            if self.numbers.contains(&column) { cell.set_alignment(CellAlignment::Right) } else { cell }
+        });
+        self.inner.add_row(Row::from(cells.collect::<Vec<_>>()));
+        self.rows += 1;
+        self
+    }
+
+    fn render(mut self, color: bool) -> String {
+        if self.rows == 0 {
+            return self.empty.to_owned();
+        }
+        if !self.header.is_empty() {
+            let cells = self.header.iter().enumerate().map(|(column, name)| {
+                let mut cell = Cell::new(name);
+                if self.numbers.contains(&column) {
+                    cell = cell.set_alignment(CellAlignment::Right);
+                }
+                if color {
+                    cell = cell.add_attribute(comfy_table::Attribute::Bold);
+                }
+                cell
+            });
+            self.inner.set_header(cells.collect::<Vec<_>>());
+        }
+        if color {
+            self.inner.enforce_styling();
+        } else {
+            self.inner.force_no_tty();
+        }
+        for column in self.inner.column_iter_mut() {
+            column.set_padding((0, 2));
+        }
+        let lines = self.inner.lines().map(|line| line.trim_end().to_owned());
+        lines.collect::<Vec<_>>().join("\n")
+    }
+}
+
+/// 12,345,678
+pub fn thousands(number: i64) -> String {
+    let digits = number.unsigned_abs().to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    if number < 0 {
+        text.insert(0, '-');
+    }
+    text
+}
+
+/// 1.5 MiB
+pub fn human_bytes(bytes: u64) -> String {
+    const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let mut value = bytes as f64 / 1024.0;
+    let mut unit = 0;
+    // 1023.95 would be shown as 1024.0 of the smaller unit.
+    while value >= 1023.95 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    format!("{value:.1} {}", UNITS[unit])
+}
+
+/// 850 ms, 12.3 s, 4 min 05 s, 2 h 10 min, 3 d 4 h
+pub fn human_duration(duration: Duration) -> String {
+    let seconds = duration.as_secs();
+    match seconds {
+        0 if duration.subsec_millis() == 0 && !duration.is_zero() => {
+            format!("{} µs", duration.as_micros())
+        }
+        0 => format!("{} ms", duration.as_millis()),
+        1..60 => format!("{}.{} s", seconds, duration.subsec_millis() / 100),
+        60..3_600 => format!("{} min {:02} s", seconds / 60, seconds % 60),
+        3_600..86_400 => format!("{} h {:02} min", seconds / 3_600, seconds % 3_600 / 60),
+        _ => format!("{} d {} h", seconds / 86_400, seconds % 86_400 / 3_600),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_written_for_people() {
+        for (number, text) in [
+            (0, "0"),
+            (999, "999"),
+            (1_000, "1,000"),
+            (-12_345_678, "-12,345,678"),
+            (i64::MIN, "-9,223,372,036,854,775,808"),
+        ] {
+            assert_eq!(thousands(number), text);
+        }
+        for (bytes, text) in [
+            (0, "0 B"),
+            (1_023, "1023 B"),
+            (1_024, "1.0 KiB"),
+            (1_048_575, "1.0 MiB"),
+            (1_572_864, "1.5 MiB"),
+            (u64::MAX, "16.0 EiB"),
+        ] {
+            assert_eq!(human_bytes(bytes), text);
+        }
+        for (millis, text) in [
+            (0, "0 ms"),
+            (850, "850 ms"),
+            (12_345, "12.3 s"),
+            (245_000, "4 min 05 s"),
+            (7_800_000, "2 h 10 min"),
+            (273_600_000, "3 d 4 h"),
+        ] {
+            assert_eq!(human_duration(Duration::from_millis(millis)), text);
+        }
+        assert_eq!(human_duration(Duration::from_micros(7)), "7 µs");
+    }
+
+    #[test]
+    fn piped_tables_stay_within_80_columns() {
+        let mut table = Table::new(&["name", "rows", "why"]).numbers(&[1]);
+        table.row(["ready_entries".to_owned(), thousands(1_234_567), "long ".repeat(40)]);
+        let text = table.render(false);
+        assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
+        assert!(text.contains("1,234,567"), "{text}");
+        assert!(!text.contains('\u{1b}'), "{text}");
+    }
+
+    #[test]
+    fn the_last_color_argument_counts() {
+        let color = |arguments: &[&str]| Color::from_arguments(arguments.iter().map(OsString::from));
+        assert_eq!(color(&["x"]), Color::Auto);
+        assert_eq!(color(&["x", "--color", "never"]), Color::Never);
+        assert_eq!(color(&["x", "--color=never", "--color=always"]), Color::Always);
+        assert_eq!(color(&["x", "--", "--color=never"]), Color::Auto);
+    }
+}

@@ -1,0 +1,38 @@
+//! Progress bars, on stderr and only where a person looks at it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::engine::embedded::{Progress, ProgressFn};
+
+/// A bar of `total` steps with rate and time left; hidden unless `shown`.
+pub fn bar(shown: bool, label: &str, total: u64) -> ProgressBar {
+    let bar = ProgressBar::new(total);
+    if !shown {
+        bar.set_draw_target(ProgressDrawTarget::hidden());
+    }
+    let style =
+        ProgressStyle::with_template("{prefix:>10} {bar:30} {human_pos:>9}/{human_len} {per_sec:>12} {eta:>4} {msg}");
+    if let Ok(style) = style {
+        bar.set_style(style);
+    }
+    bar.set_prefix(label.to_owned());
+    bar
+}
+
+/// What the start of a private server is busy with: a spinner on a terminal, a line for each step elsewhere.
+pub fn embedded_progress(on_terminal: bool) -> ProgressFn {
+    if !on_terminal {
+        return Arc::new(|step| {
+            // A download would be a line per block.
+            if !matches!(step, Progress::Fetching { bytes, total, .. } if bytes != 0 && bytes != total) {
+                eprintln!("{step}");
+            }
+        });
+    }
+    let spinner = ProgressBar::new_spinner();
+    spinner.enable_steady_tick(Duration::from_millis(100));
+    Arc::new(move |step| spinner.set_message(step.to_string()))
+}

@@ -1,0 +1,197 @@
+//! `awactl run-workers`: the worker fleet's process.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use super::exit::{CommandError, ExitCode};
+use super::output::{Table, thousands};
+use super::signals::{Signals, exit_now};
+use super::{Access, Context};
+use crate::engine::maintenance::MaintenanceOptions;
+use crate::engine::worker::{Config, Fleet, FleetOptions, MAX_WORKERS, QueueConfig, QueueOptions, Registry, StatsNow};
+use crate::engine::{EngineError, connect, duration, migrate};
+
+/// Run jobs until SIGTERM or Ctrl-C
+///
+/// The first signal drains: nothing more is claimed, running jobs may end within --shutdown-timeout, what is not started is
+/// handed back, every result is written, exit 0. A second signal exits at once with 130; what ran then is rescued later.
+/// Runs maintenance too; of all processes that do, one leads.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Queues and handlers; see examples/workers.yaml
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+
+    /// A queue to work on, and how many jobs at a time; added to the config's, or changing them
+    #[arg(long = "queue", value_name = "NAME[:N]")]
+    queues: Vec<QueueArg>,
+
+    /// How soon a job is found that nobody announced
+    #[arg(long, default_value = "200ms", value_name = "DURATION", value_parser = parse_duration)]
+    poll_interval: Duration,
+
+    /// How long running jobs may go on after a signal
+    #[arg(long, default_value = "30s", value_name = "DURATION", value_parser = parse_duration)]
+    shutdown_timeout: Duration,
+
+    /// Leave maintenance to other processes
+    #[arg(long)]
+    no_maintenance: bool,
+}
+
+#[derive(Debug, Clone)]
+struct QueueArg {
+    name: String,
+    workers: Option<u16>,
+}
+
+impl FromStr for QueueArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, workers) = match text.rsplit_once(':') {
+            Some((name, number)) => {
+                let workers = number.parse().ok().filter(|n| (1..=MAX_WORKERS).contains(n));
+                (name, Some(workers.ok_or(format!("N in NAME:N must be 1 to {MAX_WORKERS}, not {number:?}"))?))
+            }
+            None => (text, None),
+        };
+        if name.is_empty() || name.chars().count() > 200 {
+            return Err("a queue's name has 1 to 200 characters".into());
+        }
+        Ok(Self { name: name.to_owned(), workers })
+    }
+}
+
+fn parse_duration(text: &str) -> Result<Duration, String> {
+    let parsed = duration::parse(text).map_err(|e| e.to_string())?;
+    if parsed.is_zero() { Err("it must be longer than nothing".into()) } else { Ok(parsed) }
+}
+
+pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
+    // From the start, so that a signal during start-up is not the default's sudden end.
+    let mut signals = Signals::listen()?;
+    let (queues, registry) = setting(&args)?;
+    let resolved = context.target(Access::Change).await?;
+    if !wait_for_schema(context, &mut signals).await? {
+        return Ok(ExitCode::Done);
+    }
+
+    let mut options = FleetOptions::new(queues);
+    options.poll_interval = args.poll_interval;
+    options.shutdown_timeout = args.shutdown_timeout;
+    if args.no_maintenance {
+        options.maintenance = None;
+    } else {
+        options.maintenance = Some(MaintenanceOptions::default());
+    }
+    let listed: Vec<String> = options.queues.iter().map(|q| format!("{}:{}", q.name, q.workers)).collect();
+    context.note(&format!(
+        "instance {}: working on {} with handlers for {}{}",
+        options.instance,
+        listed.join(", "),
+        registry.kinds().join(", "),
+        if registry.handles_any() { " and any other kind" } else { "" },
+    ));
+    let fleet = Fleet::start(&resolved.target, registry, options);
+    let signal = signals.next().await;
+    context.note(&format!("{signal}: draining, at most {}", duration::format(args.shutdown_timeout)));
+    let stats = tokio::select! {
+        stats = fleet.shut_down() => stats,
+        signal = signals.next() => exit_now(context, signal),
+    };
+    context.output.print(&stats, stats_table)?;
+    Ok(ExitCode::Done)
+}
+
+/// The config's queues, changed by the flags, and the handlers.
+fn setting(args: &Args) -> anyhow::Result<(Vec<QueueOptions>, Registry)> {
+    let (mut queues, registry): (BTreeMap<String, QueueConfig>, Registry) = match &args.config {
+        Some(path) => {
+            let config = Config::load(path).map_err(|e| {
+                CommandError::usage(
+                    format!("{} is not usable", path.display()),
+                    e.to_string(),
+                    "see examples/workers.yaml",
+                )
+            })?;
+            let registry = config.registry()?;
+            (config.queues.into_iter().map(|(name, queue)| (name.to_string(), queue)).collect(), registry)
+        }
+        None => (BTreeMap::new(), Registry::new()),
+    };
+    for arg in &args.queues {
+        let queue = queues.entry(arg.name.clone()).or_default();
+        if let Some(workers) = arg.workers {
+            queue.workers = workers;
+        }
+    }
+    if registry.is_empty() {
+        return Err(CommandError::usage(
+            "there is no handler",
+            "without one every job would only be handed back",
+            "name a file with handlers: --config workers.yaml (an example is examples/workers.yaml)",
+        )
+        .into());
+    }
+    if queues.is_empty() {
+        return Err(CommandError::usage(
+            "there is no queue to work on",
+            "neither the config nor a flag names one",
+            "add --queue NAME, or queues to the config",
+        )
+        .into());
+    }
+    let queues = queues
+        .into_iter()
+        .map(|(name, queue)| QueueOptions {
+            name,
+            workers: usize::from(queue.workers),
+            prefetch: None,
+            deadline: queue.deadline,
+        })
+        .collect();
+    Ok((queues, registry))
+}
+
+/// Waits for a database that is down; says no when a signal came first.
+async fn wait_for_schema(context: &Context, signals: &mut Signals) -> anyhow::Result<bool> {
+    let target = &context.target(Access::Change).await?.target;
+    let mut told = false;
+    loop {
+        let checked = async {
+            let session = connect(target).await?;
+            migrate::require_current(&session, &target.schema).await
+        };
+        match checked.await {
+            Ok(()) => return Ok(true),
+            Err(error @ EngineError::Unreachable { .. }) => {
+                if !told {
+                    context.note(&format!("waiting for the database: {error}"));
+                    told = true;
+                }
+            }
+            Err(error) => return Err(error.into()),
+        }
+        tokio::select! {
+            () = tokio::time::sleep(Duration::from_secs(1)) => {}
+            _ = signals.next() => return Ok(false),
+        }
+    }
+}
+
+fn stats_table(stats: &StatsNow) -> Table {
+    let number = |n: u64| thousands(n as i64);
+    Table::facts([
+        ("claimed", number(stats.claimed)),
+        ("completed", number(stats.completed)),
+        ("failed for good", number(stats.failed)),
+        ("cancelled", number(stats.cancelled)),
+        ("retried", number(stats.retried)),
+        ("snoozed", number(stats.snoozed)),
+        ("handed back", number(stats.handed_back)),
+        ("results that lost", number(stats.lost)),
+    ])
+}

@@ -1,0 +1,202 @@
+//! Sessions on the database.
+//!
+//! Hosts are tried in order by this module rather than by tokio-postgres, for three reasons:
+//! unix sockets and TLS hosts may be mixed, `sslmode=allow|prefer` falls back like libpq, and
+//! the error can say for each host why it was passed over.
+
+use std::future::poll_fn;
+use std::ops::{Deref, DerefMut};
+use std::time::Duration;
+
+use rand::seq::SliceRandom as _;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::mpsc::UnboundedSender;
+use tokio::task::JoinHandle;
+use tokio_postgres::config::SslMode as WireTls;
+use tokio_postgres::error::SqlState;
+use tokio_postgres::{AsyncMessage, Client, Connection, NoTls};
+
+use super::error::{EngineError, Result, chain};
+use super::target::{HostSpec, SessionAttrs, Target};
+use super::tls::SslMode;
+
+/// A client and the task that moves its bytes. Dropping it closes the connection.
+pub struct Session {
+    client: Client,
+    task: JoinHandle<()>,
+}
+
+impl Session {
+    /// Says goodbye and waits until the server has heard it.
+    pub async fn close(self) {
+        drop(self.client);
+        // The task only ends early by panicking, which leaves nothing to close.
+        let _ = self.task.await;
+    }
+}
+
+impl Deref for Session {
+    type Target = Client;
+
+    fn deref(&self) -> &Client {
+        &self.client
+    }
+}
+
+impl DerefMut for Session {
+    fn deref_mut(&mut self) -> &mut Client {
+        &mut self.client
+    }
+}
+
+pub async fn connect(target: &Target) -> Result<Session> {
+    connect_with(target, None).await
+}
+
+/// Like [`connect`], with the server's notifications and notices sent to the channel; it is
+/// closed when the connection ends.
+pub async fn connect_with_messages(target: &Target, messages: UnboundedSender<AsyncMessage>) -> Result<Session> {
+    connect_with(target, Some(messages)).await
+}
+
+type Messages = Option<UnboundedSender<AsyncMessage>>;
+
+async fn connect_with(target: &Target, messages: Messages) -> Result<Session> {
+    let mut hosts: Vec<_> = target.hosts.iter().collect();
+    if target.shuffle_hosts {
+        hosts.shuffle(&mut rand::rng());
+    }
+    let mut reasons = Vec::new();
+    let mut last = None;
+    // "prefer-standby" is a wish: a second round takes whatever answers.
+    let rounds: &[SessionAttrs] = match target.session_attrs {
+        SessionAttrs::PreferStandby => &[SessionAttrs::Standby, SessionAttrs::Any],
+        ref other => std::slice::from_ref(other),
+    };
+    for wanted in rounds {
+        for spec in &hosts {
+            let attempt = connect_host(target, spec, *wanted, &messages);
+            let outcome = match target.timeout {
+                Some(limit) => tokio::time::timeout(limit, attempt).await.unwrap_or_else(|_| Err(Miss::Slow(limit))),
+                None => attempt.await,
+            };
+            match outcome {
+                Ok(session) => return Ok(session),
+                Err(Miss::Invalid(error)) => return Err(error),
+                Err(Miss::Slow(limit)) => {
+                    reasons.push(format!("{spec}: no answer within {} s", limit.as_secs()));
+                }
+                Err(Miss::Role(reason)) => reasons.push(format!("{spec}: {reason}")),
+                Err(Miss::Failed(error)) => {
+                    reasons.push(format!("{spec}: {}", chain(&error)));
+                    last = Some(error);
+                }
+            }
+        }
+    }
+    Err(EngineError::Unreachable {
+        target: target.redacted(),
+        why: reasons.join("; "),
+        source: last.map(|error| Box::new(error) as _),
+    })
+}
+
+/// Why one host gave no session.
+enum Miss {
+    Slow(Duration),
+    Role(&'static str),
+    Failed(tokio_postgres::Error),
+    Invalid(EngineError),
+}
+
+async fn connect_host(
+    target: &Target,
+    spec: &HostSpec,
+    wanted: SessionAttrs,
+    messages: &Messages,
+) -> Result<Session, Miss> {
+    let mut config = target.config_for(spec);
+    // libpq never speaks TLS over a unix socket, whatever sslmode says.
+    let attempts: &[WireTls] = match target.tls.mode {
+        _ if spec.is_socket() => &[WireTls::Disable],
+        SslMode::Disable => &[WireTls::Disable],
+        SslMode::Allow => &[WireTls::Disable, WireTls::Require],
+        SslMode::Prefer => &[WireTls::Prefer, WireTls::Disable],
+        SslMode::Require | SslMode::VerifyCa | SslMode::VerifyFull => &[WireTls::Require],
+    };
+    let mut failure = None;
+    for tls in attempts {
+        config.ssl_mode(*tls);
+        let outcome = if *tls == WireTls::Disable {
+            config.connect(NoTls).await.map(|(client, connection)| session(client, connection, messages))
+        } else {
+            let connector = target.tls.connector().map_err(Miss::Invalid)?;
+            config.connect(connector).await.map(|(client, connection)| session(client, connection, messages))
+        };
+        match outcome {
+            Ok(session) => {
+                check_role(&session, wanted).await?;
+                return Ok(session);
+            }
+            // The other kind of connection can only help if it was the kind that was refused.
+            Err(error) if !depends_on_tls(&error) => return Err(Miss::Failed(error)),
+            Err(error) => failure = failure.or(Some(error)),
+        }
+    }
+    Err(failure.map_or(Miss::Role("no way to connect was allowed"), Miss::Failed))
+}
+
+fn depends_on_tls(error: &tokio_postgres::Error) -> bool {
+    match error.code() {
+        Some(code) => *code == SqlState::INVALID_AUTHORIZATION_SPECIFICATION,
+        None => error.to_string().contains("TLS"),
+    }
+}
+
+async fn check_role(session: &Session, wanted: SessionAttrs) -> Result<(), Miss> {
+    if wanted == SessionAttrs::Any {
+        return Ok(());
+    }
+    let row = session
+        .query_one("SELECT pg_is_in_recovery(), current_setting('transaction_read_only') = 'on'", &[])
+        .await
+        .map_err(Miss::Failed)?;
+    let (standby, read_only): (bool, bool) = (row.get(0), row.get(1));
+    match wanted {
+        SessionAttrs::ReadWrite if read_only => Err(Miss::Role("it is read-only")),
+        SessionAttrs::ReadOnly if !read_only => Err(Miss::Role("it is not read-only")),
+        SessionAttrs::Primary if standby => Err(Miss::Role("it is a standby")),
+        SessionAttrs::Standby if !standby => Err(Miss::Role("it is not a standby")),
+        _ => Ok(()),
+    }
+}
+
+fn session<S, T>(client: Client, connection: Connection<S, T>, messages: &Messages) -> Session
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    T: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let task = tokio::spawn(pump(connection, messages.clone()));
+    Session { client, task }
+}
+
+async fn pump<S, T>(mut connection: Connection<S, T>, messages: Messages)
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+    T: AsyncRead + AsyncWrite + Unpin,
+{
+    while let Some(message) = poll_fn(|context| connection.poll_message(context)).await {
+        match (message, &messages) {
+            // A receiver that has gone away is not interested any more.
+            (Ok(message), Some(channel)) => drop(channel.send(message)),
+            (Ok(AsyncMessage::Notice(notice)), None) => {
+                tracing::debug!(severity = notice.severity(), "{}", notice.message());
+            }
+            (Ok(_), None) => {}
+            (Err(error), _) => {
+                tracing::debug!("connection ended: {}", chain(&error));
+                break;
+            }
+        }
+    }
+}

@@ -1,0 +1,299 @@
+//! One queue's loop: permits first, then a claim of as many jobs as there are permits, plus a small bounded prefetch.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::{Notify, Semaphore, watch};
+
+use super::completer::{Ended, Finished};
+use super::context::{CancelReason, JobContext};
+use super::guard::{run_guarded, run_now};
+use super::handler::{Registry, Worker};
+use super::link::{Link, Prepared, jittered, within};
+use super::listener::Bell;
+use super::outcome::Outcome;
+use super::stats::Stats;
+use crate::engine::claim::{Claim, ClaimOptions, Claimed, Claims, MAX_CLAIM};
+use crate::engine::error::Result;
+use crate::engine::schema::Schema;
+use crate::engine::target::Target;
+
+/// After an empty claim a queue that had work this recently is asked again shortly, without the ceremony of sleeping.
+const WARM: Duration = Duration::from_millis(20);
+const WARM_PAUSE: Duration = Duration::from_millis(1);
+
+/// Results that may wait for the database before claiming stops.
+const MAX_UNFLUSHED: usize = 4096;
+
+/// How far a shutdown has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd)]
+pub(super) enum Phase {
+    Running,
+    /// Claim nothing more; finish what runs.
+    Draining,
+    /// Stop what still runs.
+    Aborting,
+}
+
+/// What the queues of one process share.
+pub(super) struct Shared {
+    pub instance: String,
+    pub registry: Registry,
+    pub stats: Arc<Stats>,
+    pub results: UnboundedSender<Finished>,
+    pub unflushed: Arc<Unflushed>,
+    pub phase: watch::Receiver<Phase>,
+}
+
+/// Results handed over and not yet written.
+#[derive(Default)]
+pub(super) struct Unflushed {
+    count: AtomicUsize,
+    fewer: Notify,
+}
+
+impl Unflushed {
+    pub fn flushed(&self, n: usize) {
+        self.count.fetch_sub(n, Ordering::AcqRel);
+        self.fewer.notify_waiters();
+    }
+
+    async fn wait_for_room(&self) {
+        loop {
+            let mut fewer = std::pin::pin!(self.fewer.notified());
+            fewer.as_mut().enable();
+            if self.count.load(Ordering::Acquire) < MAX_UNFLUSHED {
+                return;
+            }
+            fewer.await;
+        }
+    }
+}
+
+impl Shared {
+    fn finish(&self, finished: Finished) {
+        self.unflushed.count.fetch_add(1, Ordering::AcqRel);
+        // The completer outlives every dispatcher.
+        let _ = self.results.send(finished);
+    }
+}
+
+/// Jobs claimed and not finished, of one queue.
+#[derive(Default)]
+struct Outstanding {
+    count: AtomicUsize,
+    fewer: Notify,
+}
+
+/// Takes itself out of the count however the task ends.
+struct Counted(Arc<Outstanding>);
+
+impl Counted {
+    fn new(outstanding: &Arc<Outstanding>) -> Self {
+        outstanding.count.fetch_add(1, Ordering::AcqRel);
+        Self(Arc::clone(outstanding))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.count.fetch_sub(1, Ordering::AcqRel);
+        self.0.fewer.notify_one();
+    }
+}
+
+impl Prepared for Claim {
+    async fn prepare(client: &tokio_postgres::Client, schema: &Schema) -> Result<Self> {
+        Self::prepare(client, schema).await
+    }
+}
+
+pub(super) struct Dispatcher {
+    queue: Arc<str>,
+    deadline: Option<Duration>,
+    /// Running and prefetched jobs at most.
+    capacity: usize,
+    permits: Arc<Semaphore>,
+    poll_interval: Duration,
+    bell: Bell,
+    shared: Arc<Shared>,
+    outstanding: Arc<Outstanding>,
+    link: Link<Claim>,
+}
+
+impl Dispatcher {
+    pub fn new(
+        target: Target,
+        queue: Arc<str>,
+        workers: usize,
+        prefetch: usize,
+        deadline: Option<Duration>,
+        poll_interval: Duration,
+        bell: Bell,
+        shared: Arc<Shared>,
+    ) -> Self {
+        Self {
+            queue,
+            deadline,
+            capacity: workers + prefetch,
+            permits: Arc::new(Semaphore::new(workers)),
+            poll_interval,
+            bell,
+            shared,
+            outstanding: Arc::default(),
+            link: Link::new(target),
+        }
+    }
+
+    /// Until the fleet drains and the last job has ended.
+    pub async fn run(mut self) {
+        let mut phase = self.shared.phase.clone();
+        let mut last_work = Instant::now();
+        let mut last_probe = Instant::now();
+        let mut woken = false;
+        while *phase.borrow_and_update() == Phase::Running {
+            let free = tokio::select! {
+                free = self.room() => free,
+                _ = phase.changed() => continue,
+            };
+            let probe = woken || last_probe.elapsed() >= self.poll_interval;
+            if probe {
+                last_probe = Instant::now();
+            }
+            woken = false;
+            match self.claim(free, probe).await {
+                Ok(claims) if !claims.jobs.is_empty() => {
+                    last_work = Instant::now();
+                    self.bell.unregister(&self.queue);
+                    for claimed in claims.jobs {
+                        self.dispatch(claimed);
+                    }
+                }
+                Ok(claims) if claims.busy => {
+                    Stats::add(&self.shared.stats.busy_claims, 1);
+                    tokio::time::sleep(jittered(WARM_PAUSE)).await;
+                }
+                Ok(_) => {
+                    Stats::add(&self.shared.stats.empty_claims, 1);
+                    woken = self.idle(last_work, &mut phase).await;
+                }
+                Err(error) => {
+                    Stats::add(&self.shared.stats.reconnects, 1);
+                    tracing::warn!(queue = &*self.queue, error = %error, "could not claim");
+                    let pause = self.link.pause();
+                    tokio::select! {
+                        () = tokio::time::sleep(pause) => {}
+                        _ = phase.changed() => {}
+                    }
+                }
+            }
+        }
+        while self.outstanding.count.load(Ordering::Acquire) > 0 {
+            self.outstanding.fewer.notified().await;
+        }
+    }
+
+    /// How many jobs there is room for, once there is any.
+    async fn room(&self) -> usize {
+        self.shared.unflushed.wait_for_room().await;
+        loop {
+            let free = self.capacity.saturating_sub(self.outstanding.count.load(Ordering::Acquire));
+            if free > 0 {
+                return free.min(MAX_CLAIM);
+            }
+            self.outstanding.fewer.notified().await;
+        }
+    }
+
+    async fn claim(&mut self, limit: usize, probe: bool) -> Result<Claims> {
+        let shared = &self.shared;
+        let options = ClaimOptions { deadline: self.deadline, probe };
+        let outcome = match self.link.ready().await {
+            Ok((client, claim)) => {
+                let intern = |kind: &str| shared.registry.intern(kind);
+                within(claim.run(client, &self.queue, limit, &shared.instance, options, intern)).await
+            }
+            Err(error) => Err(error),
+        };
+        let claims = self.link.settle(outcome)?;
+        Stats::add(&shared.stats.claims, 1);
+        Stats::add(&shared.stats.claimed, claims.jobs.len());
+        Ok(claims)
+    }
+
+    /// Nothing to do: ask again soon if the queue is warm, else sleep until somebody enqueues or the poll is due. Says
+    /// whether somebody did.
+    async fn idle(&self, last_work: Instant, phase: &mut watch::Receiver<Phase>) -> bool {
+        if last_work.elapsed() < WARM {
+            tokio::time::sleep(WARM_PAUSE).await;
+            return false;
+        }
+        let registered = self.bell.is_registered(&self.queue);
+        if !registered {
+            // Registered first, then one more claim: a job enqueued in between is either seen by it or rings the bell.
+            self.bell.register(&self.queue, self.poll_interval).await;
+            if self.bell.is_registered(&self.queue) {
+                return true;
+            }
+        }
+        tokio::select! {
+            rung = self.bell.rung(&self.queue, self.poll_interval) => rung,
+            _ = phase.changed() => false,
+        }
+    }
+
+    fn dispatch(&self, claimed: Claimed) {
+        let Claimed { receipt, job } = claimed;
+        let Some(worker) = self.shared.registry.get(&job.kind) else {
+            let result = Ended::of(Outcome::Unhandled, &job, None);
+            self.shared.finish(Finished { receipt, result });
+            return;
+        };
+        if let Some(outcome) = run_now(&**worker, &job) {
+            let result = Ended::of(outcome, &job, None);
+            self.shared.finish(Finished { receipt, result });
+            return;
+        }
+        let worker = Arc::clone(worker);
+        let counted = Counted::new(&self.outstanding);
+        let (shared, permits, deadline) = (Arc::clone(&self.shared), Arc::clone(&self.permits), self.deadline);
+        tokio::spawn(async move {
+            let _counted = counted;
+            let mut phase = shared.phase.clone();
+            let permit = tokio::select! {
+                biased;
+                permit = permits.acquire() => permit,
+                _ = phase.wait_for(|p| *p > Phase::Running) => {
+                    shared.finish(Finished { receipt, result: Ended::handed_back() });
+                    return;
+                }
+            };
+            let ctx = JobContext::new(job);
+            let outcome = attend(&*worker, &ctx, deadline, &mut phase).await;
+            drop(permit);
+            let result = Ended::of(outcome, ctx.job(), ctx.take_progress());
+            shared.finish(Finished { receipt, result });
+        });
+    }
+}
+
+/// Runs the handler; when the fleet aborts, asks it to stop, and gives it up after its grace.
+async fn attend(
+    worker: &dyn Worker,
+    ctx: &JobContext,
+    deadline: Option<Duration>,
+    phase: &mut watch::Receiver<Phase>,
+) -> Outcome {
+    let mut run = std::pin::pin!(run_guarded(worker, ctx, deadline));
+    tokio::select! {
+        biased;
+        outcome = &mut run => return outcome,
+        _ = phase.wait_for(|p| *p == Phase::Aborting) => ctx.cancel(CancelReason::Shutdown),
+    }
+    match tokio::time::timeout(worker.stop_grace(), run).await {
+        Ok(outcome) => outcome,
+        Err(_) => Outcome::stopped(CancelReason::Shutdown),
+    }
+}
