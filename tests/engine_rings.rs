@@ -349,6 +349,27 @@ async fn a_rotator_that_dies_before_its_commit_loses_nothing_and_its_slot_is_ope
 }
 
 #[tokio::test]
+async fn a_promised_slot_is_opened_though_a_nearer_one_has_become_free() {
+    let db = Db::new().await;
+    let (s, r) = (db.session().await, db.session().await);
+    s.rotate("queue").await;
+    let stuck = s.enqueue("stuck", 1).await;
+    while s.rotate("queue").await.1 != 0 {
+        s.prune_all("queue").await;
+    }
+    r.exec("BEGIN").await;
+    assert_eq!(r.rotate("queue").await.1, 2, "past slot 1");
+    let ids = s.enqueue("q", 1).await;
+    r.exec("ROLLBACK").await;
+    assert_eq!(s.drain("stuck").await, stuck);
+    s.exec("SELECT @advance_idle_cursors()").await;
+    assert!(s.prune("queue", 1).await.0);
+    assert_eq!(s.rotate("queue").await.1, 2, "where somebody has written already");
+    s.rotate("queue").await;
+    assert_eq!(s.drain("q").await, ids);
+}
+
+#[tokio::test]
 async fn of_two_pruners_one_prunes_and_both_return() {
     let db = Db::new().await;
     let (s, t) = (db.session().await, db.session().await);
