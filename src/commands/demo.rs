@@ -119,7 +119,7 @@ fn write_jobs(file: &Path, jobs: u32) -> std::io::Result<()> {
             // Starting a program costs a thousand times what a job does.
             0..=2 => json!({"kind": "checksum", "queue": "reports", "args": {"document": text(&mut rng, 200, 4000)}}),
             3..=4 => json!({"kind": "count_bytes", "queue": "reports", "args": [1, 2, {"deep": ["é", null]}]}),
-            5 => json!({"kind": "broken_import", "queue": "reports", "max_attempts": 1, "args": {"row": n}}),
+            5 => json!({"kind": "broken_import", "queue": "reports", "args": {"row": n, "terminal": true}}),
             6..=9 => json!({"kind": "fetch_avatar", "queue": "images", "args": {"user": n}, "tags": ["retry-me"]}),
             10..=99 => json!({"kind": "resize_image", "queue": "images", "priority": rng.random_range(1..=4),
                               "args": {"image": n, "exif": text(&mut rng, 20, 1500)}}),

@@ -32,7 +32,7 @@ counters! {
     claimed,
     /// Attempts completed, and won.
     completed,
-    /// Attempts closed as failed, cancelled, to be retried, or snoozed.
+    /// Attempts whose handler said failed, cancelled, retry, or snooze. A retry with no attempt left fails in the database.
     failed,
     cancelled,
     retried,
