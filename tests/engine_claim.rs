@@ -116,8 +116,14 @@ async fn a_claimer_killed_after_its_commit_leaves_its_jobs_claimed_and_nothing_e
     assert_eq!(b.one::<i64>("SELECT open_count FROM @open_claims(0::smallint)").await, 2);
     assert_eq!(jobs(&b.claim("q", 100).await), ids[2..]);
     assert_eq!(b.complete(&attempts(&held)).await, [], "the attempts are still good");
-    assert_eq!(b.one::<i64>("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'
-        AND database = (SELECT oid FROM pg_database WHERE datname = current_database())").await, 0);
+    assert_eq!(
+        b.one::<i64>(
+            "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'
+        AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        )
+        .await,
+        0
+    );
 }
 
 #[tokio::test]

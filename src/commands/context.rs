@@ -71,6 +71,10 @@ impl Context {
         self.global.database_url.is_some() || self.global.context.is_some()
     }
 
+    pub fn is_embedded(&self) -> bool {
+        self.global.embedded.is_some()
+    }
+
     /// The folder of `--embedded=DIR`, if one was given.
     pub fn embedded_dir(&self) -> Option<&PathBuf> {
         self.global.embedded.as_ref()?.as_ref()

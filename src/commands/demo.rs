@@ -10,11 +10,11 @@ use rand::{Rng, SeedableRng};
 use serde::Serialize;
 use serde_json::json;
 
+use super::Context;
 use super::exit::{CommandError, ExitCode};
 use super::inspect::{dead_tuples_table, rings_table};
 use super::output::{Table, human_duration, thousands};
 use super::progress::{bar, embedded_progress};
-use super::Context;
 use crate::engine::counts::queue_counts;
 use crate::engine::dead_tuples::{DeadTuplesReport, dead_tuples};
 use crate::engine::embedded::{Embedded, Options};
@@ -125,7 +125,9 @@ fn write_jobs(file: &Path, jobs: u32) -> std::io::Result<()> {
                               "args": {"image": n, "exif": text(&mut rng, 20, 1500)}}),
             100..=499 => json!({"kind": "send_receipt", "queue": "mail", "priority": rng.random_range(1..=4),
                                 "args": {"order": n, "lines": text(&mut rng, 50, 600)}, "metadata": {"tenant": n % 7}}),
-            _ => json!({"kind": "send_welcome", "queue": "mail", "args": {"user": n, "body": text(&mut rng, 100, 400)}}),
+            _ => {
+                json!({"kind": "send_welcome", "queue": "mail", "args": {"user": n, "body": text(&mut rng, 100, 400)}})
+            }
         };
         serde_json::to_writer(&mut out, &job)?;
         out.write_all(b"\n")?;
@@ -133,7 +135,13 @@ fn write_jobs(file: &Path, jobs: u32) -> std::io::Result<()> {
     out.flush()
 }
 
-async fn enqueue(session: &mut Session, schema: &Schema, file: &Path, jobs: u32, context: &Context) -> anyhow::Result<u64> {
+async fn enqueue(
+    session: &mut Session,
+    schema: &Schema,
+    file: &Path,
+    jobs: u32,
+    context: &Context,
+) -> anyhow::Result<u64> {
     let progress = bar(context.shows_progress(), "enqueue", u64::from(jobs));
     let reader = tokio::io::BufReader::with_capacity(1 << 20, tokio::fs::File::open(file).await?);
     let report = enqueue_stream(session, schema, reader, StreamOptions::default(), |so_far| {
@@ -193,7 +201,12 @@ fn summary(report: &Report) -> Table {
         ("server", format!("PostgreSQL {}, started for this and stopped again", report.server)),
         (
             "enqueued",
-            format!("{} in {:.1} s: {}/s, from a file", thousands(i64::from(report.jobs)), report.enqueue_s, rate(report.enqueue_s)),
+            format!(
+                "{} in {:.1} s: {}/s, from a file",
+                thousands(i64::from(report.jobs)),
+                report.enqueue_s,
+                rate(report.enqueue_s)
+            ),
         ),
         ("worked", format!("{:.1} s, programs and retries included", report.work_s)),
         ("completed", thousands(stats.completed as i64)),

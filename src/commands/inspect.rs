@@ -51,7 +51,8 @@ enum Command {
 
 pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
     let watch = args.watch.as_deref().map(duration::parse).transpose();
-    let watch = watch.map_err(|e| super::CommandError::usage("--watch is not usable", e.to_string(), "say it like 500ms or 2s"))?;
+    let watch = watch
+        .map_err(|e| super::CommandError::usage("--watch is not usable", e.to_string(), "say it like 500ms or 2s"))?;
     let (session, resolved) = context.connect_installed(Access::Read).await?;
     let schema = &resolved.target.schema;
     match args.command {
@@ -104,8 +105,8 @@ async fn shown<T: Serialize, F: Future<Output = anyhow::Result<T>>>(
 
 /// A row a slot; pruned ones are left out unless `all`, since they hold nothing.
 pub fn rings_table(report: &RingsReport, all: bool) -> Table {
-    let mut table =
-        Table::new(&["ring", "slot", "gen", "state", "rows", "open", "size", "dead", "why"]).numbers(&[1, 2, 4, 5, 6, 7]);
+    let mut table = Table::new(&["ring", "slot", "gen", "state", "rows", "open", "size", "dead", "why"])
+        .numbers(&[1, 2, 4, 5, 6, 7]);
     for ring in &report.rings {
         for slot in ring.slots.iter().filter(|s| all || s.state != SlotState::Pruned) {
             table.row([
@@ -122,8 +123,17 @@ pub fn rings_table(report: &RingsReport, all: bool) -> Table {
         }
         if !all {
             let pruned = ring.slots.iter().filter(|s| s.state == SlotState::Pruned).count();
-            table.row([ring.ring.name().to_owned(), String::new(), String::new(), "pruned".into(), String::new(),
-                String::new(), String::new(), String::new(), format!("{pruned} of {} slots are free", ring.slot_count)]);
+            table.row([
+                ring.ring.name().to_owned(),
+                String::new(),
+                String::new(),
+                "pruned".into(),
+                String::new(),
+                String::new(),
+                String::new(),
+                String::new(),
+                format!("{pruned} of {} slots are free", ring.slot_count),
+            ]);
         }
     }
     table
@@ -154,18 +164,34 @@ pub fn dead_tuples_table(report: &DeadTuplesReport, all: bool) -> Table {
             thousands(row.live),
             thousands(row.dead),
             human_bytes(row.bytes.unsigned_abs()),
-            row.last_autovacuum.map(|t| t.to_rfc3339_opts(chrono::SecondsFormat::Secs, true)).unwrap_or_else(|| "never".into()),
+            row.last_autovacuum
+                .map(|t| t.to_rfc3339_opts(chrono::SecondsFormat::Secs, true))
+                .unwrap_or_else(|| "never".into()),
         ]);
     }
     let how = if report.exact { "counted" } else { "by the server's statistics" };
     table.row(["total".into(), String::new(), thousands(report.total), String::new(), how.into()]);
-    table.row(["catalog (TRUNCATE)".into(), String::new(), thousands(report.catalog), String::new(), "not in the total".into()]);
+    table.row([
+        "catalog (TRUNCATE)".into(),
+        String::new(),
+        thousands(report.catalog),
+        String::new(),
+        "not in the total".into(),
+    ]);
     table
 }
 
 fn queues_table(report: &QueueCounts) -> Table {
     let mut table = Table::new(&[
-        "queue", "available", "scheduled", "retryable", "running", "completed", "failed", "cancelled", "oldest ready",
+        "queue",
+        "available",
+        "scheduled",
+        "retryable",
+        "running",
+        "completed",
+        "failed",
+        "cancelled",
+        "oldest ready",
     ])
     .numbers(&[1, 2, 3, 4, 5, 6, 7])
     .when_empty("no queue ever had a job");

@@ -5,6 +5,7 @@
 //! `async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode>`, a `mod` line, a
 //! variant of [`Command`] and its arm in [`run`].
 
+pub mod bench;
 pub mod completions;
 pub mod confirm;
 pub mod context;
@@ -49,6 +50,7 @@ pub enum Command {
     Maintenance(maintenance::Args),
     Enqueue(enqueue::Args),
     Inspect(inspect::Args),
+    Bench(bench::Args),
     Completions(completions::Args),
     Man(man::Args),
 }
@@ -61,6 +63,7 @@ async fn run(command: Command, context: &Context) -> anyhow::Result<ExitCode> {
         Command::Maintenance(args) => maintenance::run(args, context).await,
         Command::Enqueue(args) => enqueue::run(args, context).await,
         Command::Inspect(args) => inspect::run(args, context).await,
+        Command::Bench(args) => bench::run(args, context).await,
         Command::Completions(args) => completions::run(&args, context),
         Command::Man(args) => man::run(&args, context),
     }

@@ -144,10 +144,7 @@ impl BulkEnqueue {
                  FROM unnest($1::text[], $2::text[], $3::jsonb[], $4::int2[], $5::int2[], $6::timestamptz[], $7::jsonb[], $8::jsonb[])
                       WITH ORDINALITY AS j (kind, queue, args, priority, max_attempts, run_at, tags, metadata, n)))",
         );
-        let copy = schema.render(
-            "COPY {schema}.ready_entries (job_id, lane_seq, run_lease, run_at, created_at, lane_id, ready_slot, attempt,
-                 max_attempts, kind, args, tags, metadata) FROM STDIN BINARY",
-        );
+        let copy = copy_into(schema, "ready_entries");
         Ok(Self {
             reserve: client.prepare(&reserve).await?,
             wake: client.prepare(&wake).await?,
@@ -204,12 +201,11 @@ impl BulkEnqueue {
         }
 
         let mut out = BytesMut::with_capacity(128 + jobs.iter().map(|j| 160 + j.args.as_str().len()).sum::<usize>());
-        out.put_slice(b"PGCOPY\n\xff\r\n\0");
-        out.put_u64(0); // no flags, no header extension
+        begin_copy(&mut out);
         for ((n, job), lane) in jobs.iter().enumerate().filter(|(_, job)| job.is_plain()).zip(lane_of) {
             ids[n] = reserved[lane].write(job, &mut out)?;
         }
-        out.put_i16(-1);
+        end_copy(&mut out);
 
         let sink = transaction.copy_in::<_, Bytes>(&self.copy).await?;
         let mut sink = pin!(sink);
@@ -248,17 +244,37 @@ impl BulkEnqueue {
     }
 }
 
-struct Reserved {
-    lane_id: i32,
-    ready_slot: i16,
-    enqueued_at: DateTime<Utc>,
-    job_ids: std::vec::IntoIter<i64>,
-    lane_seqs: std::vec::IntoIter<i64>,
+/// The COPY of the columns that [`Reserved::write`] writes.
+pub(super) fn copy_into(schema: &Schema, table: &str) -> String {
+    schema.render(&format!(
+        "COPY {{schema}}.{table} (job_id, lane_seq, run_lease, run_at, created_at, lane_id, ready_slot, attempt,
+             max_attempts, kind, args, tags, metadata) FROM STDIN BINARY"
+    ))
+}
+
+/// Numbers for rows of one lane.
+pub(super) struct Reserved {
+    pub lane_id: i32,
+    pub ready_slot: i16,
+    pub enqueued_at: DateTime<Utc>,
+    pub job_ids: std::vec::IntoIter<i64>,
+    pub lane_seqs: std::vec::IntoIter<i64>,
+}
+
+/// What a binary COPY begins with: the signature, no flags, no header extension.
+pub(super) fn begin_copy(out: &mut BytesMut) {
+    out.put_slice(b"PGCOPY\n\xff\r\n\0");
+    out.put_u64(0);
+}
+
+/// And ends with.
+pub(super) fn end_copy(out: &mut BytesMut) {
+    out.put_i16(-1);
 }
 
 impl Reserved {
     /// Appends the job as a row of the binary COPY format; returns its id.
-    fn write(&mut self, job: &NewJob, out: &mut BytesMut) -> Result<i64> {
+    pub fn write(&mut self, job: &NewJob, out: &mut BytesMut) -> Result<i64> {
         // The server gave as many numbers as were asked for.
         let (Some(id), Some(seq)) = (self.job_ids.next(), self.lane_seqs.next()) else {
             return Err(EngineError::invalid("jobs", "the server reserved fewer numbers than asked for"));

@@ -58,7 +58,8 @@ pub async fn rings(client: &Client, schema: &Schema) -> Result<RingsReport> {
 
 async fn ring_report(client: &Client, schema: &Schema, ring: Ring) -> Result<RingReport> {
     let states = ring::slots(client, schema, ring).await?;
-    let contents = schema.render("SELECT row_count, is_exact, open_count, bytes, dead::bigint FROM {schema}.slot_contents($1, $2)");
+    let contents = schema
+        .render("SELECT row_count, is_exact, open_count, bytes, dead::bigint FROM {schema}.slot_contents($1, $2)");
     let contents = client.prepare(&contents).await?;
     let mut slots = Vec::with_capacity(states.len());
     let mut current = (0, 0, DateTime::UNIX_EPOCH);

@@ -1,6 +1,7 @@
 //! The engine: the job queue itself, as a library. It knows nothing of terminals, flags or
 //! formats. One file a concern, one file a transition; this one only re-exports.
 
+pub mod bench;
 pub mod claim;
 pub mod close;
 pub mod complete;

@@ -1,0 +1,197 @@
+//! `awactl bench`: scenarios, and what the server could do at best.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use clap::Subcommand;
+use serde::Serialize;
+
+use super::exit::{CommandError, ExitCode};
+use super::output::Table;
+use super::progress::embedded_progress;
+use super::{Access, Context};
+use crate::engine::bench::{self, Ceiling, Scenario, Summary};
+use crate::engine::embedded::{Embedded, Options};
+use crate::engine::migrations::MIGRATIONS;
+use crate::engine::worker::open;
+use crate::engine::{Schema, Target, migrate};
+
+/// Measure the queue on this machine
+///
+/// Without --database-url or --context, on a private PostgreSQL with shared_buffers=256MB that is made for the run and
+/// removed after it.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+
+    /// Name of the database, for one that holds queues and was not made by a bench
+    #[arg(long, global = true, value_name = "NAME")]
+    allow_target: Option<String>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run a scenario file and judge it by its checks
+    Run {
+        file: PathBuf,
+        /// Multiply every duration, count and depth
+        #[arg(long, default_value_t = 1.0)]
+        time_scale: f64,
+        /// Folder for summary.json
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+    },
+    /// What the server does at best with the same rows and no queue
+    Ceiling {
+        #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=600))]
+        seconds: u64,
+        #[arg(long, default_value_t = 256)]
+        payload_bytes: usize,
+    },
+    /// The scenarios of a folder
+    List {
+        #[arg(default_value = "scenarios")]
+        dir: PathBuf,
+    },
+}
+
+pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
+    match args.command {
+        Command::List { dir } => list(&dir, context),
+        Command::Ceiling { seconds, payload_bytes } => {
+            let bench = Bench::start(context, args.allow_target.as_deref()).await?;
+            let outcome = bench::ceiling(&bench.target, payload_bytes, Duration::from_secs(seconds)).await;
+            bench.end().await?;
+            context.output.print(&outcome?, |c: &Ceiling| {
+                Table::facts([
+                    ("jobs/s", format!("{:.0}", c.jobs_per_s)),
+                    ("WAL bytes a job", format!("{:.0}", c.wal_bytes_per_job)),
+                ])
+            })?;
+            Ok(ExitCode::Done)
+        }
+        Command::Run { file, time_scale, out } => {
+            if !(time_scale > 0.0 && time_scale <= 100.0) {
+                return Err(CommandError::usage(
+                    "--time-scale is not usable",
+                    "it must be above 0 and at most 100",
+                    "0.1 is a tenth",
+                )
+                .into());
+            }
+            let scenario = read(&file)?.scaled(time_scale);
+            let bench = Bench::start(context, args.allow_target.as_deref()).await?;
+            let outcome = bench::run(&bench.target, &scenario, &|step| context.note(step)).await;
+            bench.end().await?;
+            let summary = outcome?;
+            if let Some(dir) = out {
+                std::fs::create_dir_all(&dir).with_context(|| format!("making {}", dir.display()))?;
+                let text = serde_json::to_string_pretty(&summary)?;
+                std::fs::write(dir.join("summary.json"), text).context("writing summary.json")?;
+            }
+            context.output.print(&summary, summary_table)?;
+            Ok(if summary.passed { ExitCode::Done } else { ExitCode::Failed })
+        }
+    }
+}
+
+fn read(file: &Path) -> anyhow::Result<Scenario> {
+    Ok(Scenario::load(file).map_err(|e| {
+        CommandError::usage(
+            "the scenario is not usable",
+            e.to_string(),
+            "the files under scenarios/ show what one may hold",
+        )
+    })?)
+}
+
+/// The server a bench runs on.
+struct Bench {
+    target: Target,
+    server: Option<Embedded>,
+}
+
+impl Bench {
+    async fn start(context: &Context, allowed: Option<&str>) -> anyhow::Result<Self> {
+        let (target, server) = if context.names_a_target() || context.is_embedded() {
+            (context.target(Access::Change).await?.target.clone(), None)
+        } else {
+            let mut options = Options::ephemeral().setting("shared_buffers", "256MB");
+            options.progress = Some(embedded_progress(context.shows_progress()));
+            let server = Embedded::start(options).await?;
+            (Target::parse(&server.url(), Schema::default(), "bench", &|_| None)?, Some(server))
+        };
+        let mut session = open(&target).await?;
+        migrate::run(&mut session, &target.schema, MIGRATIONS, &|_| {}).await?;
+        bench::allow(&session, &target, allowed == Some(target.dbname())).await?;
+        Ok(Self { target, server })
+    }
+
+    async fn end(self) -> anyhow::Result<()> {
+        match self.server {
+            Some(server) => Ok(server.stop().await?),
+            None => Ok(()),
+        }
+    }
+}
+
+fn summary_table(summary: &Summary) -> Table {
+    let mut table = Table::new(&["metric", "value"]).numbers(&[1]);
+    for (metric, value) in &summary.metrics {
+        table.row([metric.clone(), number(*value)]);
+    }
+    let mut checks = Table::new(&["check", "expected", "actual", ""]).numbers(&[2]);
+    for check in &summary.checks {
+        checks.row([
+            check.metric.clone(),
+            check.expected.clone(),
+            check.actual.map_or_else(|| "not measured".to_owned(), number),
+            if check.passed { "ok" } else { "FAILED" }.to_owned(),
+        ]);
+    }
+    let settings: Vec<String> = summary.server.iter().map(|(name, value)| format!("{name}={value}")).collect();
+    Table::facts([("scenario", summary.scenario.clone()), ("server", settings.join(" "))]).then(table).then(checks)
+}
+
+fn number(value: f64) -> String {
+    if value.abs() >= 1000.0 { super::output::thousands(value as i64) } else { format!("{value:.2}") }
+}
+
+#[derive(Serialize)]
+struct Listed {
+    file: String,
+    name: String,
+    description: String,
+}
+
+fn list(dir: &Path, context: &Context) -> anyhow::Result<ExitCode> {
+    let entries = std::fs::read_dir(dir).map_err(|e| {
+        CommandError::usage(
+            format!("{} cannot be read", dir.display()),
+            e.to_string(),
+            "name a folder of scenario files",
+        )
+    })?;
+    let mut files: Vec<PathBuf> = entries.filter_map(|e| Some(e.ok()?.path())).collect();
+    files.retain(|f| f.extension().is_some_and(|e| e == "yaml"));
+    files.sort();
+    let mut listed = Vec::new();
+    for file in files {
+        let scenario = read(&file)?;
+        listed.push(Listed {
+            file: file.display().to_string(),
+            name: scenario.name,
+            description: scenario.description,
+        });
+    }
+    context.output.print(&listed, |listed| {
+        let mut table = Table::new(&["file", "what"]).when_empty("no scenario here");
+        for l in listed {
+            table.row([l.file.clone(), l.description.clone()]);
+        }
+        table
+    })?;
+    Ok(ExitCode::Done)
+}
