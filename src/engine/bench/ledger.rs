@@ -67,7 +67,7 @@ impl Ledger {
 
     /// Pickup times of jobs due between two instants, in microseconds.
     pub fn pickups(&self, from: Instant, to: Instant) -> hdrhistogram::Histogram<u64> {
-        let mut histogram = hdrhistogram::Histogram::new(3).unwrap_or_else(|_| unreachable!("3 digits are allowed"));
+        let mut histogram = micros();
         let window = (from - self.start).as_micros() as u64..(to - self.start).as_micros() as u64;
         for n in 0..self.capacity() {
             let due = self.due[n].load(Ordering::Relaxed);
@@ -147,4 +147,10 @@ impl Worker for Recorder {
         self.record(job);
         Some(Outcome::Complete)
     }
+}
+
+/// For times from a microsecond to ten minutes; longer ones count as that.
+pub(super) fn micros() -> hdrhistogram::Histogram<u64> {
+    let made = hdrhistogram::Histogram::new_with_bounds(1, 600_000_000, 3);
+    made.unwrap_or_else(|_| unreachable!("the bounds are allowed"))
 }

@@ -9,7 +9,7 @@ use serde::Serialize;
 use tokio_postgres::Client;
 
 use super::ceiling::ceiling;
-use super::ledger::{Ledger, QUEUE, Recorder, jobs};
+use super::ledger::{Ledger, QUEUE, Recorder, jobs, micros};
 use super::load::{Produced, Producer};
 use super::scenario::{Load, PhaseKind, Scenario};
 use crate::engine::claim::{Claim, ClaimOptions};
@@ -197,7 +197,7 @@ async fn timed(
     if let Some((from, to)) = window {
         times(metrics, "pickup_ms", &ledger.pickups(from, to));
     }
-    let mut commits = hdrhistogram::Histogram::new(3).unwrap_or_else(|_| unreachable!("3 digits are allowed"));
+    let mut commits = micros();
     produced.transactions.iter().for_each(|t| commits.saturating_record(t.as_micros() as u64));
     times(metrics, "enqueue_ms", &commits);
     verdict(metrics, &ledger);
@@ -320,7 +320,7 @@ async fn fill(
         }
         metrics.insert("enqueued_per_s".into(), (queued - before) as f64 / began.elapsed().as_secs_f64());
         let claims = CLAIMS.min((depth / 256) as usize).max(1);
-        let mut taken = hdrhistogram::Histogram::<u64>::new(3).unwrap_or_else(|_| unreachable!("3 digits are allowed"));
+        let mut taken = micros();
         for _ in 0..claims {
             let called = Instant::now();
             let got = claim.run(&session, &queue, 256, "bench", ClaimOptions::default(), |kind| kind.into()).await?;
@@ -337,12 +337,12 @@ async fn fill(
     Ok(())
 }
 
-fn times(metrics: &mut BTreeMap<String, f64>, name: &str, micros: &hdrhistogram::Histogram<u64>) {
-    if micros.is_empty() {
+fn times(metrics: &mut BTreeMap<String, f64>, name: &str, times: &hdrhistogram::Histogram<u64>) {
+    if times.is_empty() {
         return;
     }
     for (label, quantile) in [("p50", 0.5), ("p95", 0.95), ("p99", 0.99), ("max", 1.0)] {
-        metrics.insert(format!("{name}_{label}"), micros.value_at_quantile(quantile) as f64 / 1e3);
+        metrics.insert(format!("{name}_{label}"), times.value_at_quantile(quantile) as f64 / 1e3);
     }
 }
 

@@ -21,6 +21,7 @@ pub struct Scenario {
     /// Size of the args.
     #[serde(default = "default_payload")]
     pub payload_bytes: usize,
+    #[serde(with = "serde_yaml::with::singleton_map")]
     pub load: Load,
     /// Share of the producer's transactions that abort.
     #[serde(default)]
