@@ -36,7 +36,7 @@ struct Producer {
 async fn run(seed: u64, steps: usize) {
     println!("seed {seed}");
     let mut rng = StdRng::seed_from_u64(seed);
-    let db = if seed % 2 == 0 { Db::new().await } else { Db::odd().await };
+    let db = if seed.is_multiple_of(2) { Db::new().await } else { Db::odd().await };
     let mut ledger = Ledger::default();
     let mut producers = vec![];
     for _ in 0..4 {

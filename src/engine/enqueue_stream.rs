@@ -180,7 +180,7 @@ impl Batch {
         on_error: OnError,
         report: &mut StreamReport,
     ) -> Result<()> {
-        let mut parts = vec![0..self.jobs.len()];
+        let mut parts: Vec<Range<usize>> = std::iter::once(0..self.jobs.len()).collect();
         while let Some(part) = parts.pop() {
             if part.is_empty() {
                 continue;

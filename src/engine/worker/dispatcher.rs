@@ -9,6 +9,7 @@ use tokio::sync::{Notify, Semaphore, watch};
 
 use super::completer::{Ended, Finished};
 use super::context::{CancelReason, JobContext};
+use super::fleet::QueueOptions;
 use super::guard::{run_guarded, run_now};
 use super::handler::{Registry, Worker};
 use super::link::{Link, Prepared, jittered, within};
@@ -127,18 +128,17 @@ impl Dispatcher {
     pub fn new(
         target: Target,
         queue: Arc<str>,
-        workers: usize,
-        prefetch: usize,
-        deadline: Option<Duration>,
+        options: &QueueOptions,
         poll_interval: Duration,
         bell: Bell,
         shared: Arc<Shared>,
     ) -> Self {
+        let prefetch = options.prefetch.unwrap_or(options.workers.min(256));
         Self {
             queue,
-            deadline,
-            capacity: workers + prefetch,
-            permits: Arc::new(Semaphore::new(workers)),
+            deadline: options.deadline,
+            capacity: options.workers + prefetch,
+            permits: Arc::new(Semaphore::new(options.workers)),
             poll_interval,
             bell,
             shared,

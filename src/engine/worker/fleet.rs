@@ -93,17 +93,8 @@ impl Fleet {
         });
         let mut dispatchers = JoinSet::new();
         for (queue, name) in options.queues.iter().zip(names) {
-            let prefetch = queue.prefetch.unwrap_or(queue.workers.min(256));
-            let dispatcher = Dispatcher::new(
-                target.clone(),
-                name,
-                queue.workers,
-                prefetch,
-                queue.deadline,
-                options.poll_interval,
-                bell.clone(),
-                Arc::clone(&shared),
-            );
+            let dispatcher =
+                Dispatcher::new(target.clone(), name, queue, options.poll_interval, bell.clone(), Arc::clone(&shared));
             dispatchers.spawn(dispatcher.run());
         }
         Self {
