@@ -19,7 +19,7 @@ use crate::engine::{Schema, Target, migrate};
 
 /// Measure the queue on this machine
 ///
-/// Without --database-url or --context, on a private PostgreSQL with shared_buffers=256MB that is made for the run and
+/// Without --database-url or --context, on a private PostgreSQL with shared_buffers=256MB and max_connections=300 that is made for the run and
 /// removed after it.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -118,7 +118,7 @@ impl Bench {
         let (target, server) = if context.names_a_target() || context.is_embedded() {
             (context.target(Access::Change).await?.target.clone(), None)
         } else {
-            let mut options = Options::ephemeral().setting("shared_buffers", "256MB");
+            let mut options = Options::ephemeral().setting("shared_buffers", "256MB").setting("max_connections", "300");
             options.progress = Some(embedded_progress(context.shows_progress()));
             let server = Embedded::start(options).await?;
             (Target::parse(&server.url(), Schema::default(), "bench", &|_| None)?, Some(server))

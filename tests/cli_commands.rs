@@ -1,0 +1,172 @@
+//! The commands through the real binary: enqueue, run-workers, maintenance, inspect, demo and short benches.
+
+mod common;
+
+use std::io::Write as _;
+use std::process::{Command, Output, Stdio};
+
+use common::server::server;
+use serde_json::Value;
+
+fn awactl(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_awactl"));
+    command.args(args).env_remove("DATABASE_URL");
+    command
+}
+
+/// A database of its own with the schema installed, as an address.
+fn database(name: &str) -> String {
+    let server = server();
+    let admin = server.config();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+                let (client, connection) = admin.connect(tokio_postgres::NoTls).await.unwrap();
+                let connection = tokio::spawn(connection);
+                client.batch_execute(&format!("CREATE DATABASE {name}")).await.unwrap();
+                drop(client);
+                let _ = connection.await;
+            });
+        });
+    });
+    let url = server.url_of(name);
+    done(&run(&url, &["migrate"]));
+    url
+}
+
+fn run(url: &str, args: &[&str]) -> Output {
+    awactl(&[&["--database-url", url], args].concat()).output().unwrap()
+}
+
+fn done(output: &Output) -> Value {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap_or(Value::Null)
+}
+
+fn enqueue_lines(url: &str, lines: &str, args: &[&str]) -> Output {
+    let mut child = awactl(&[&["--database-url", url, "-o", "json", "enqueue", "--file", "-"], args].concat())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(lines.as_bytes()).unwrap();
+    child.wait_with_output().unwrap()
+}
+
+fn queue(url: &str, name: &str) -> Value {
+    let report = done(&run(url, &["inspect", "queues", "-o", "json"]));
+    report["queues"].as_array().unwrap().iter().find(|q| q["queue"] == name).cloned().unwrap_or(Value::Null)
+}
+
+#[test]
+fn a_bad_line_keeps_its_batch_out_and_says_where_to_resume() {
+    let url = database("cli_stop");
+    let lines = "{\"kind\":\"a\"}\n{\"kind\":\"b\"}\n{\"kind\":\"c\"}\n{\"kind\":\"d\",\"priority\":9}\n";
+    let output = enqueue_lines(&url, lines, &["--batch", "2"]);
+    assert_eq!(output.status.code(), Some(1));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&report["enqueued"], &report["resume_from"]), (&2.into(), &3.into()));
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(told.contains("line 4: priority"), "{told}");
+    assert_eq!(queue(&url, "default")["available"], 2);
+}
+
+#[test]
+fn skipped_lines_are_reported_and_their_neighbours_enqueued() {
+    let url = database("cli_skip");
+    let lines = "{\"kind\":\"a\",\"tags\":[\"x\"],\"run_at\":\"2020-01-01T00:00:00Z\"}\n\n{\"kind\":\"a\",\"args\":{\"k\":\"\\u0000\"}}\n\
+                 nonsense\r\n{\"kind\":\"a\",\"args\":{\"n\":1e400}}\n{\"kind\":\"a\",\"run_at\":\"2999-01-01T00:00:00Z\"}\n";
+    let output = enqueue_lines(&url, lines, &["--on-error", "skip"]);
+    let report = done(&output);
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    for line in ["line 3: $.k", "line 4: "] {
+        assert!(told.contains(line), "{told}");
+    }
+    let counts = queue(&url, "default");
+    assert_eq!(report["enqueued"].as_i64(), Some(counts["available"].as_i64().unwrap() + 1));
+    assert_eq!(counts["scheduled"], 1);
+}
+
+#[test]
+fn workers_run_what_was_enqueued_and_drain_on_sigterm() {
+    let url = database("cli_work");
+    done(&run(&url, &["enqueue", "ping", "--count", "300", "--priority", "1"]));
+    done(&run(&url, &["enqueue", "count_bytes", "[1, 2]", "--count", "3"]));
+    done(&run(&url, &["enqueue", "broken", r#"{"terminal": true}"#]));
+    let child = awactl(&["--database-url", &url, "-o", "json", "run-workers", "--config", "examples/workers.yaml"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut counts = Value::Null;
+    for _ in 0..600 {
+        counts = queue(&url, "default");
+        if counts["completed"] == 303 && counts["failed"] == 1 {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    assert_eq!((&counts["completed"], &counts["failed"]), (&303.into(), &1.into()), "{counts}");
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(child.id() as i32), nix::sys::signal::SIGTERM).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(done(&output)["completed"], 303);
+    assert_eq!(queue(&url, "default")["running"], 0);
+}
+
+#[test]
+fn rings_say_what_blocks_each_slot() {
+    let url = database("cli_rings");
+    done(&run(&url, &["enqueue", "ping", "--count", "5"]));
+    done(&run(&url, &["maintenance", "rotate"]));
+    let report = done(&run(&url, &["inspect", "rings", "-o", "json"]));
+    let ring = &report["rings"][0];
+    assert_eq!((&ring["ring"], &ring["slot_count"], &ring["current_slot"]), (&"queue".into(), &16.into(), &1.into()));
+    let slot = &ring["slots"][0];
+    assert_eq!((&slot["state"], &slot["rows"], &slot["open"]), (&"sealed".into(), &5.into(), &5.into()));
+    assert_eq!(slot["blockers"][0]["reason"], "ready_rows");
+    let dead = done(&run(&url, &["inspect", "dead-tuples", "-o", "json"]));
+    assert!(dead["tables"].as_array().unwrap().iter().any(|t| t["family"] == "ready_entries"), "{dead}");
+    let output = run(&url, &["inspect", "dead-tuples", "--exact"]);
+    assert_eq!(output.status.code(), Some(4), "without pgstattuple it says so");
+}
+
+#[test]
+fn the_demo_does_its_jobs_and_stops_its_server() {
+    let report = done(&awactl(&["demo", "--jobs", "2000", "-o", "json"]).output().unwrap());
+    assert_eq!((&report["stats"]["completed"], &report["stats"]["failed"]), (&1998.into(), &2.into()));
+    assert_eq!(awactl(&["--database-url", "x", "demo"]).output().unwrap().status.code(), Some(2));
+}
+
+#[test]
+fn a_short_run_of_every_scenario_loses_nothing() {
+    for entry in std::fs::read_dir("scenarios").unwrap() {
+        let file = entry.unwrap().path();
+        let output =
+            awactl(&["bench", "run", file.to_str().unwrap(), "--time-scale", "0.02", "-o", "json"]).output().unwrap();
+        // Speed is not a test's business, so a missed check of it (exit 1) is none either.
+        assert!(matches!(output.status.code(), Some(0 | 1)), "{file:?}: {}", String::from_utf8_lossy(&output.stderr));
+        let summary: Value = serde_json::from_slice(&output.stdout).unwrap();
+        for metric in ["lost", "executed_twice", "invented", "results_lost"] {
+            let value = summary["metrics"].get(metric).and_then(Value::as_f64).unwrap_or(0.0);
+            assert_eq!(value, 0.0, "{metric} in {file:?}: {summary}");
+        }
+    }
+}
+
+#[test]
+fn a_scenario_with_an_unknown_field_or_a_used_database_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("odd.yaml");
+    std::fs::write(&file, "name: x\ndescription: y\nworkers: 1\nload: { one_at_a_time: 1 }\nfaults: []\nchecks: []\n")
+        .unwrap();
+    let output = awactl(&["bench", "run", file.to_str().unwrap()]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("faults"));
+
+    let url = database("cli_bench_target");
+    done(&run(&url, &["enqueue", "ping"]));
+    let output = run(&url, &["bench", "run", "scenarios/pickup-latency.yaml", "--time-scale", "0.005"]);
+    assert_eq!(output.status.code(), Some(4));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("--allow-target cli_bench_target"));
+}
