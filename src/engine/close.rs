@@ -19,7 +19,7 @@ pub enum Ending {
     /// For good.
     Failed,
     Cancelled,
-    /// Comes back while attempts are left, else fails; after the delay, or the server's backoff without one.
+    /// Comes back while attempts are left, else fails; after the delay, or at once without one.
     Retry(Option<Duration>),
     /// Comes back after the delay; the attempt does not count.
     Snooze(Duration),

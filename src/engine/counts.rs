@@ -1,5 +1,5 @@
 //! Counts per queue and state: exact, and never by scanning a backlog (engine.md, Counts).
-//! Guarded by `tests/engine_counts.rs`.
+//! Guarded by `tests/cli_commands.rs`.
 
 use serde::Serialize;
 use tokio_postgres::Client;

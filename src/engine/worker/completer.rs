@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio_postgres::Client;
 
-use super::link::{Link, Prepared, within};
+use super::link::{Link, Prepared, jittered, within};
 use super::outcome::Outcome;
 use super::stats::Stats;
 use super::{Job, RawJson};
@@ -40,7 +40,7 @@ impl Ended {
         let (ending, error) = match outcome {
             Outcome::Complete => return Self::Completed,
             Outcome::Fail { error } => (Ending::Failed, Some(error)),
-            Outcome::Retry { error, after } => (Ending::Retry(after), Some(error)),
+            Outcome::Retry { error, after } => (Ending::Retry(after.or(Some(backoff(job.attempt)))), Some(error)),
             Outcome::Snooze(delay) => (Ending::Snooze(delay), None),
             Outcome::Cancel { reason } => (Ending::Cancelled, Some(reason)),
             Outcome::Unhandled => return Self::unhandled(job),
@@ -172,6 +172,12 @@ impl Completer {
             tracing::warn!(job_id = receipt.job_id, run_lease = receipt.run_lease, reason = l.reason, "a result lost");
         }
     }
+}
+
+/// Doubling from a second, an hour at most, jittered so that jobs that failed together do not come back together.
+fn backoff(attempt: i16) -> Duration {
+    let doublings = u32::from(attempt.clamp(1, 13).unsigned_abs()) - 1;
+    jittered(Duration::from_secs(1 << doublings).min(Duration::from_secs(3600)))
 }
 
 /// How often an error that is not transient may come back for the same flush.
