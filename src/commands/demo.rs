@@ -15,6 +15,7 @@ use super::exit::{CommandError, ExitCode};
 use super::inspect::{dead_tuples_table, rings_table};
 use super::output::{Table, human_duration, thousands};
 use super::progress::{bar, embedded_progress};
+use crate::engine::bench::wal_position;
 use crate::engine::counts::queue_counts;
 use crate::engine::dead_tuples::{DeadTuplesReport, dead_tuples};
 use crate::engine::embedded::{Embedded, Options};
@@ -155,16 +156,7 @@ async fn enqueue(
 /// Runs workers and maintenance until every job has ended, retries included.
 async fn work(session: &Session, target: &Target, jobs: u64, context: &Context) -> anyhow::Result<StatsNow> {
     let config = Config::parse(WORKERS)?;
-    let queues = config
-        .queues
-        .iter()
-        .map(|(name, queue)| QueueOptions {
-            name: name.to_string(),
-            workers: usize::from(queue.workers),
-            prefetch: None,
-            deadline: queue.deadline,
-        })
-        .collect();
+    let queues = config.queues.iter().map(|(name, queue)| QueueOptions::of(name.to_string(), queue)).collect();
     let fleet = Fleet::start(target, config.registry()?, FleetOptions::new(queues));
     let progress = bar(context.shows_progress(), "work", jobs);
     loop {
@@ -187,11 +179,6 @@ async fn work(session: &Session, target: &Target, jobs: u64, context: &Context) 
         anyhow::bail!("{jobs} jobs were enqueued and the database counts {ended} as ended");
     }
     Ok(stats)
-}
-
-async fn wal_position(session: &Session) -> anyhow::Result<f64> {
-    let row = session.query_one("SELECT pg_wal_lsn_diff(pg_current_wal_lsn(), '0/0')::float8", &[]).await?;
-    Ok(row.try_get(0)?)
 }
 
 fn summary(report: &Report) -> Table {

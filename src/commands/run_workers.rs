@@ -9,7 +9,6 @@ use super::exit::{CommandError, ExitCode};
 use super::output::{Table, thousands};
 use super::signals::{Signals, exit_now};
 use super::{Access, Context};
-use crate::engine::maintenance::MaintenanceOptions;
 use crate::engine::worker::{Config, Fleet, FleetOptions, MAX_WORKERS, QueueConfig, QueueOptions, Registry, StatsNow};
 use crate::engine::{EngineError, connect, duration, migrate};
 
@@ -84,8 +83,6 @@ pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
     options.shutdown_timeout = args.shutdown_timeout;
     if args.no_maintenance {
         options.maintenance = None;
-    } else {
-        options.maintenance = Some(MaintenanceOptions::default());
     }
     let listed: Vec<String> = options.queues.iter().map(|q| format!("{}:{}", q.name, q.workers)).collect();
     context.note(&format!(
@@ -144,15 +141,7 @@ fn setting(args: &Args) -> anyhow::Result<(Vec<QueueOptions>, Registry)> {
         )
         .into());
     }
-    let queues = queues
-        .into_iter()
-        .map(|(name, queue)| QueueOptions {
-            name,
-            workers: usize::from(queue.workers),
-            prefetch: None,
-            deadline: queue.deadline,
-        })
-        .collect();
+    let queues = queues.into_iter().map(|(name, queue)| QueueOptions::of(name, &queue)).collect();
     Ok((queues, registry))
 }
 

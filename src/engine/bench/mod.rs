@@ -7,5 +7,5 @@ mod run;
 mod scenario;
 
 pub use ceiling::{Ceiling, ceiling};
-pub use run::{CheckOutcome, Summary, allow, run};
+pub use run::{CheckOutcome, Summary, allow, run, wal_position};
 pub use scenario::{Check, HeldProducers, Load, Phase, PhaseKind, Scenario, ScenarioError};

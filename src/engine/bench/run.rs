@@ -64,7 +64,7 @@ pub async fn allow(client: &Client, target: &Target, named: bool) -> Result<()> 
 }
 
 /// Bytes of WAL written so far.
-pub(super) async fn wal_position(client: &Client) -> Result<f64> {
+pub async fn wal_position(client: &Client) -> Result<f64> {
     let sql = "SELECT pg_wal_lsn_diff(pg_current_wal_lsn(), '0/0')::float8";
     Ok(client.query_one(sql, &[]).await?.try_get(0)?)
 }

@@ -8,6 +8,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use super::completer::Completer;
+use super::config::QueueConfig;
 use super::dispatcher::{Dispatcher, Phase, Shared, Unflushed};
 use super::handler::Registry;
 use super::listener::Listener;
@@ -25,6 +26,13 @@ pub struct QueueOptions {
     pub prefetch: Option<usize>,
     /// How long an attempt may take.
     pub deadline: Option<Duration>,
+}
+
+impl QueueOptions {
+    /// A queue as workers.yaml configures it.
+    pub fn of(name: impl Into<String>, config: &QueueConfig) -> Self {
+        Self { name: name.into(), workers: usize::from(config.workers), prefetch: None, deadline: config.deadline }
+    }
 }
 
 /// How a fleet runs.
