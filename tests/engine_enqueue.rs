@@ -187,7 +187,12 @@ async fn a_key_is_released_by_completion_unless_its_mask_keeps_it_and_then_with_
     assert_eq!(s.close(&b, "retryable", None, "0").await, []);
     s.exec("SELECT @advance_idle_cursors()").await;
     assert!(s.prune("queue", 0).await.0);
-    assert!(enqueue_unique(&s, 1, DEFAULT).await.1 && enqueue_unique(&s, 4, DEFAULT).await.1);
+    assert!(enqueue_unique(&s, 1, DEFAULT).await.1);
+    assert_eq!(
+        enqueue_unique(&s, 4, DEFAULT).await,
+        (failed_kept, false),
+        "a failed job outlives its slot, and so does its key"
+    );
     assert_eq!(enqueue_unique(&s, 2, DEFAULT).await, (again, false), "deferred holds, though its old slot is gone");
 }
 

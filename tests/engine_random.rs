@@ -154,7 +154,7 @@ async fn run(seed: u64, steps: usize) {
         ledger.ended(ids.into_iter());
     }
     assert_eq!(ledger.ends.iter().find(|e| *e.1 != 1), None, "a job did not end");
-    let counted: i64 = worker.one("SELECT (SELECT count(*) FROM @terminal_jobs) + (SELECT coalesce(sum(job_count), 0)::bigint FROM @queue_terminal_rollup_deltas)").await;
+    let counted: i64 = worker.one("SELECT (SELECT count(*) FROM @terminal_jobs) + (SELECT count(*) FROM @dlq_entries) + (SELECT coalesce(sum(job_count), 0)::bigint FROM @queue_terminal_rollup_deltas)").await;
     assert_eq!(counted as usize, ledger.ends.len());
     for ring in ["claim", "queue"] {
         maintenance.rotate(ring).await;

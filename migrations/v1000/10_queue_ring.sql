@@ -67,17 +67,18 @@ CREATE TABLE {schema}.ready_entries (
 ) PARTITION BY LIST (ready_slot);
 CREATE INDEX ready_entries_by_lane ON {schema}.ready_entries (lane_id, lane_seq);
 
--- Which rows of a lane were handed to an attempt: the truth about the claim cursor, kept beside the rows themselves.
+-- Which rows of a lane are spent: the truth about the claim cursor, kept beside the rows themselves. Handed to attempts,
+-- or, without a claim slot, withdrawn before anybody claimed them (a tombstone: cancelled, moved, deleted).
 CREATE TABLE {schema}.ready_claim_attempt_batches (
     batch_id         bigint         NOT NULL,
     ready_generation bigint         NOT NULL,
-    claim_generation bigint         NOT NULL,
+    claim_generation bigint,
     lane_hi          bigint         NOT NULL,  -- highest lane_seq of lane_ranges
     claimed_at       timestamptz    NOT NULL,
     lane_id          integer        NOT NULL,
     job_count        integer        NOT NULL,
     ready_slot       smallint       NOT NULL,
-    claim_slot       smallint       NOT NULL,
+    claim_slot       smallint,                 -- NULL: no receipt holds these rows
     has_unique       boolean        NOT NULL,
     lane_ranges      int8multirange NOT NULL   -- exactly the rows taken, ascending; the n-th has receipt batch_id * 1024 + n
 ) PARTITION BY LIST (ready_slot);
@@ -106,17 +107,40 @@ CREATE TABLE {schema}.receipt_completion_batches (
     receipt_ranges int8multirange NOT NULL
 ) PARTITION BY LIST (ready_slot);
 
--- Every other end of a job. The body stays in ready_entries, found by (lane_id, lane_seq).
+-- Every other end of a job. Where the body lies in ready_entries of the same slot it is found by (lane_id, lane_seq) and
+-- not repeated; a job that ended elsewhere (deferred, in a lease, in the DLQ) brings its body, and lane_id is NULL.
 CREATE TABLE {schema}.done_entries (
-    job_id       bigint             NOT NULL,
-    lane_seq     bigint             NOT NULL,
-    run_lease    bigint             NOT NULL,
-    attempted_at timestamptz        NOT NULL,
-    finalized_at timestamptz        NOT NULL,
-    lane_id      integer            NOT NULL,
-    ready_slot   smallint           NOT NULL,
-    attempt      smallint           NOT NULL,
-    state        {schema}.job_state NOT NULL,
-    errors       jsonb[],
-    progress     jsonb
+    job_id        bigint             NOT NULL,
+    lane_seq      bigint,
+    run_lease     bigint             NOT NULL,
+    attempted_at  timestamptz,                   -- NULL: cancelled before its first attempt
+    finalized_at  timestamptz        NOT NULL,
+    run_at        timestamptz,
+    created_at    timestamptz,
+    lane_id       integer,
+    ready_slot    smallint           NOT NULL,
+    attempt       smallint           NOT NULL,
+    max_attempts  smallint,
+    priority      smallint,
+    state         {schema}.job_state NOT NULL,
+    queue         text               NOT NULL,
+    kind          text,
+    args          jsonb,
+    tags          text[],
+    metadata      jsonb,
+    errors        jsonb[],
+    progress      jsonb,
+    unique_key    bytea,
+    unique_states bit(8)
 ) PARTITION BY LIST (ready_slot);
+
+-- Finished jobs that were deleted or retried: their row in terminal history no longer counts (either shape of history).
+CREATE TABLE {schema}.terminal_tombstones (
+    job_id     bigint             NOT NULL,
+    run_lease  bigint             NOT NULL,
+    hidden_at  timestamptz        NOT NULL DEFAULT clock_timestamp(),
+    ready_slot smallint           NOT NULL,
+    state      {schema}.job_state NOT NULL,
+    queue      text               NOT NULL
+) PARTITION BY LIST (ready_slot);
+CREATE INDEX terminal_tombstones_by_job ON {schema}.terminal_tombstones (job_id);

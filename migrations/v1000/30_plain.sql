@@ -21,7 +21,54 @@ CREATE TABLE {schema}.deferred_jobs (
     unique_key    bytea,
     unique_states bit(8)
 );
-CREATE INDEX deferred_jobs_by_due ON {schema}.deferred_jobs (run_at, job_id);
+CREATE INDEX deferred_jobs_by_due ON {schema}.deferred_jobs (queue, run_at, job_id);
+
+-- Of attempts that live long enough to be seen: that they live, and how far they are. Fenced by run_lease; a row whose
+-- attempt is over means nothing.
+CREATE TABLE {schema}.attempt_state (
+    job_id       bigint PRIMARY KEY,
+    run_lease    bigint      NOT NULL,
+    heartbeat_at timestamptz NOT NULL,
+    progress     jsonb
+);
+
+-- Jobs that failed for good: held for an operator (dlq), or only kept retryable for a while although the slot they failed
+-- in is gone (retained).
+CREATE TABLE {schema}.dlq_entries (
+    job_id        bigint PRIMARY KEY,
+    run_lease     bigint      NOT NULL,
+    run_at        timestamptz NOT NULL,
+    created_at    timestamptz NOT NULL,
+    attempted_at  timestamptz,
+    failed_at     timestamptz NOT NULL,
+    priority      smallint    NOT NULL,
+    attempt       smallint    NOT NULL,
+    max_attempts  smallint    NOT NULL,
+    held          text        NOT NULL CHECK (held IN ('dlq', 'retained')),
+    queue         text        NOT NULL,
+    kind          text        NOT NULL,
+    args          jsonb       NOT NULL,
+    tags          text[],
+    metadata      jsonb,
+    errors        jsonb[],
+    progress      jsonb,
+    unique_key    bytea,
+    unique_states bit(8)
+);
+CREATE INDEX dlq_entries_by_queue ON {schema}.dlq_entries (queue, held, failed_at, job_id);
+CREATE INDEX dlq_entries_by_age ON {schema}.dlq_entries (held, failed_at);
+
+-- What operators set for a queue. A queue without a row has the defaults.
+CREATE TABLE {schema}.queue_meta (
+    queue            text PRIMARY KEY,
+    paused           boolean     NOT NULL DEFAULT false,
+    paused_at        timestamptz,
+    paused_by        text,
+    enqueue_shards   smallint    NOT NULL DEFAULT 1 CHECK (enqueue_shards BETWEEN 1 AND 64),
+    dlq              boolean     NOT NULL DEFAULT false,
+    dlq_retention    interval    NOT NULL DEFAULT '30 days' CHECK (dlq_retention > interval '0'),
+    failed_retention interval    NOT NULL DEFAULT '72 hours' CHECK (failed_retention >= interval '0')
+);
 
 -- Who holds a unique key. A job holds it only while its state is in unique_states.
 CREATE TABLE {schema}.job_unique_claims (

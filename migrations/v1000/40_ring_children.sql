@@ -30,8 +30,10 @@ ALTER TABLE {schema}.receipt_completion_batches ALTER COLUMN receipt_ranges SET 
 ALTER TABLE {schema}.ready_claim_attempt_batches ALTER COLUMN lane_ranges SET STORAGE EXTERNAL;
 
 SELECT {schema}.create_ring('queue', 'ready_slot', 16, ARRAY[
-    'ready_entries', 'ready_claim_attempt_batches', 'ready_lane_holes', 'receipt_completion_batches', 'done_entries']);
+    'ready_entries', 'ready_claim_attempt_batches', 'ready_lane_holes', 'receipt_completion_batches', 'done_entries',
+    'terminal_tombstones']);
 SELECT {schema}.create_ring('claim', 'claim_slot', 8, ARRAY['lease_claim_batches', 'lease_claim_closure_batches']);
+SELECT {schema}.create_ring('lease', 'lease_slot', 8, ARRAY['leases']);
 
 -- One function a slot, from a template with <slot> in it, and one named p_name that picks by its first argument. A plan
 -- over the parent would lock every partition, and so wait for whichever is being truncated; a statement made up at run

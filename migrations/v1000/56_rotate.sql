@@ -1,6 +1,37 @@
 -- Rotate: opens the next slot of a ring. The cursor is the newest row of an append-only table, so rotating is an INSERT;
 -- a second rotator loses by key conflict. What differs between the rings is their name.
 
+-- Why the open slot need not be left yet; NULL when it should.
+CREATE FUNCTION {schema}.why_not_rotate(p_ring text, p_slot smallint) RETURNS text
+LANGUAGE plpgsql AS $function$
+DECLARE
+    c_worth bigint := 256 * 1024;
+    v_size bigint;
+    v_live bigint;
+BEGIN
+    -- Sizes, not rows: an uncommitted producer counts, and nothing is scanned.
+    SELECT sum(pg_relation_size(format('%I.%I', {schema_literal}, p || '_' || p_slot)::regclass)) INTO v_size
+    FROM unnest(CASE p_ring
+        WHEN 'queue' THEN '{ready_entries,done_entries}'::text[]
+        WHEN 'claim' THEN '{lease_claim_batches}'
+        WHEN 'lease' THEN '{leases}'
+    END) AS p;
+    IF v_size = 0 THEN
+        RETURN 'idle: the open slot is empty';
+    ELSIF p_ring = 'lease' THEN
+        -- Leases that live are carried along, so leaving pays only once most of the slot is dead.
+        IF v_size < c_worth THEN
+            RETURN 'small: nothing worth reclaiming yet';
+        END IF;
+        EXECUTE format('SELECT coalesce(sum(pg_column_size(l.*)), 0) FROM %I.%I AS l', {schema_literal}, 'leases_' || p_slot) INTO v_live;
+        IF v_live * 2 > v_size THEN
+            RETURN 'live: most of the open slot is in use';
+        END IF;
+    END IF;
+    RETURN NULL;
+END
+$function$;
+
 -- Opens the next pruned slot after the current one, passing over those that could not be pruned. Skips an empty current
 -- slot (idle) unless forced. Returns what happened; a skip has its reason.
 CREATE FUNCTION {schema}.rotate(p_ring text, p_force boolean DEFAULT false, OUT rotated boolean, OUT generation bigint, OUT slot smallint, OUT reason text)
@@ -10,7 +41,6 @@ DECLARE
     v_slots integer;
     v_current record;
     v_promised bigint;
-    v_used boolean;
 BEGIN
     rotated := false;
     -- Lock: the ring, so that the cursor sequence below is set by one rotator at a time. Not waited for.
@@ -36,12 +66,8 @@ BEGIN
     generation := v_current.generation;
     slot := v_current.slot;
     IF NOT p_force THEN
-        -- Sizes, not rows: an uncommitted producer counts, and nothing is scanned.
-        EXECUTE format('SELECT pg_relation_size(%1$L::regclass) > 0', format('%I.%I', {schema_literal},
-            CASE p_ring WHEN 'queue' THEN 'ready_entries_' ELSE 'lease_claim_batches_' END || v_current.slot))
-        INTO v_used;
-        IF NOT v_used THEN
-            reason := 'idle: the open slot is empty';
+        reason := {schema}.why_not_rotate(p_ring, v_current.slot);
+        IF reason IS NOT NULL THEN
             RETURN;
         END IF;
     END IF;

@@ -84,7 +84,8 @@ BEGIN
 
     -- An attempt is closed when its claim generation was pruned (that needed the proof), or its closures add up.
     FOR v_claim_slot IN EXECUTE format(
-        'SELECT DISTINCT b.claim_slot FROM %1$I.%2$I AS b WHERE NOT %1$I.claim_generation_is_pruned(b.claim_slot, b.claim_generation)',
+        'SELECT DISTINCT b.claim_slot FROM %1$I.%2$I AS b
+         WHERE b.claim_slot IS NOT NULL AND NOT %1$I.claim_generation_is_pruned(b.claim_slot, b.claim_generation)',
         {schema_literal}, 'ready_claim_attempt_batches_' || p_slot)
     LOOP
         EXECUTE format(
@@ -150,8 +151,10 @@ CREATE FUNCTION {schema}.prune(
 LANGUAGE plpgsql AS $function$
 DECLARE
     c_parents constant text[] := CASE p_ring
-        WHEN 'queue' THEN ARRAY['ready_entries', 'ready_claim_attempt_batches', 'ready_lane_holes', 'receipt_completion_batches', 'done_entries']
+        WHEN 'queue' THEN ARRAY['ready_entries', 'ready_claim_attempt_batches', 'ready_lane_holes', 'receipt_completion_batches', 'done_entries',
+                           'terminal_tombstones']
         WHEN 'claim' THEN ARRAY['lease_claim_batches', 'lease_claim_closure_batches']
+        WHEN 'lease' THEN ARRAY['leases']
     END;
     v_class oid := format('%I.%I', {schema_literal}, p_ring || '_ring_slots')::regclass;
     v_state text;
@@ -226,9 +229,12 @@ BEGIN
         RETURN;
     END IF;
 
-    IF p_ring = 'queue' THEN
-        PERFORM {schema}.fold_pruned_slot(p_slot, generation);
-    END IF;
+    CASE p_ring
+        WHEN 'queue' THEN PERFORM {schema}.fold_pruned_slot(p_slot, generation);
+        WHEN 'claim' THEN
+            PERFORM setval({schema}.rescue_cursor(p_slot, 'stale'), 0), setval({schema}.rescue_cursor(p_slot, 'deadline'), 0);
+        WHEN 'lease' THEN PERFORM {schema}.carry_leases(p_slot);
+    END CASE;
     -- An empty child is left alone: TRUNCATE would rewrite its rows in pg_class for nothing.
     SELECT string_agg(r::regclass::text, ', ') INTO v_children FROM unnest(v_relations) AS r WHERE pg_relation_size(r) > 0;
     IF v_children IS NOT NULL THEN
@@ -240,30 +246,81 @@ BEGIN
 END
 $function$;
 
--- What must outlive a queue slot: its terminal counts, and that its finished jobs no longer hold their unique keys.
+-- The proof for a lease slot: so few leases live in it that carrying them to the open slot is cheap.
+CREATE FUNCTION {schema}.lease_slot_blocker(p_slot smallint, OUT reason text, OUT detail text)
+LANGUAGE plpgsql STABLE AS $function$
+DECLARE
+    c_carry constant bigint := 10000;
+    v_live bigint;
+BEGIN
+    EXECUTE format('SELECT count(*) FROM %I.%I', {schema_literal}, 'leases_' || p_slot) INTO v_live;
+    IF v_live > c_carry THEN
+        reason := 'live_leases';
+        detail := format('%s attempts live in the slot; up to %s are carried to the open one', v_live, c_carry);
+    END IF;
+END
+$function$;
+
+-- Leases that live move to the open slot before theirs is truncated. The caller has the partition to itself, so nobody is
+-- about to change one.
+CREATE FUNCTION {schema}.carry_leases(p_slot smallint) RETURNS void
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_lease {schema}.leases;
+    v_open smallint := {schema}.pin_lease_slot() & 255;
+BEGIN
+    FOR v_lease IN SELECT l.* FROM {schema}.leases AS l WHERE l.lease_slot = p_slot LOOP
+        v_lease.lease_slot := v_open;
+        INSERT INTO {schema}.leases VALUES (v_lease.*);
+    END LOOP;
+END
+$function$;
+
+-- What must outlive a queue slot: its terminal counts; the jobs that failed in it, retryable for as long as their queue keeps
+-- them; and that its other finished jobs no longer hold their unique keys.
 CREATE FUNCTION {schema}.fold_pruned_slot(p_slot smallint, p_generation bigint) RETURNS void
 LANGUAGE plpgsql AS $function$
 DECLARE
+    v_failed boolean;
     v_has_unique boolean;
     v_jobs bigint[];
 BEGIN
+    EXECUTE format('SELECT EXISTS (SELECT FROM %I.%I AS d WHERE d.state = ''failed'')', {schema_literal}, 'done_entries_' || p_slot)
+    INTO v_failed;
+    IF v_failed THEN
+        INSERT INTO {schema}.dlq_entries (
+            job_id, run_lease, run_at, created_at, attempted_at, failed_at, priority, attempt, max_attempts, held, queue, kind,
+            args, tags, metadata, errors, progress, unique_key, unique_states)
+        SELECT t.id, t.run_lease, t.run_at, t.created_at, t.attempted_at, t.finalized_at, t.priority, t.attempt, t.max_attempts,
+               'retained', t.queue, t.kind, t.args, t.tags, t.metadata, t.errors, t.progress, t.unique_key, t.unique_states
+        FROM {schema}.terminal_jobs_in(p_slot) AS t
+        WHERE t.state = 'failed';
+    END IF;
+
     EXECUTE format(
         'INSERT INTO %1$I.queue_terminal_rollup_deltas (generation, queue, state, job_count)
-         SELECT $1, l.queue, t.state, sum(t.job_count)
-         FROM (SELECT c.lane_id, ''completed''::%1$I.job_state AS state, c.job_count FROM %1$I.%2$I AS c
+         SELECT $1, t.queue, t.state, sum(t.job_count)
+         FROM (SELECT l.queue, ''completed''::%1$I.job_state AS state, c.job_count
+               FROM %1$I.%2$I AS c JOIN %1$I.queue_lanes AS l ON l.lane_id = c.lane_id
                UNION ALL
-               SELECT d.lane_id, d.state, 1 FROM %1$I.%3$I AS d) AS t
-         JOIN %1$I.queue_lanes AS l ON l.lane_id = t.lane_id
-         GROUP BY l.queue, t.state',
-        {schema_literal}, 'receipt_completion_batches_' || p_slot, 'done_entries_' || p_slot)
+               SELECT d.queue, d.state, 1 FROM %1$I.%3$I AS d
+               UNION ALL
+               SELECT h.queue, h.state, -1 FROM %1$I.%4$I AS h) AS t
+         WHERE t.state <> ''failed''
+         GROUP BY t.queue, t.state
+         HAVING sum(t.job_count) <> 0',
+        {schema_literal}, 'receipt_completion_batches_' || p_slot, 'done_entries_' || p_slot, 'terminal_tombstones_' || p_slot)
     USING p_generation;
 
-    EXECUTE format('SELECT bool_or(b.has_unique) FROM %1$I.%2$I AS b', {schema_literal}, 'ready_claim_attempt_batches_' || p_slot)
+    EXECUTE format(
+        'SELECT EXISTS (SELECT FROM %1$I.%2$I AS b WHERE b.has_unique)
+             OR EXISTS (SELECT FROM %1$I.%3$I AS d WHERE d.unique_key IS NOT NULL)',
+        {schema_literal}, 'ready_claim_attempt_batches_' || p_slot, 'done_entries_' || p_slot)
     INTO v_has_unique;
     IF v_has_unique THEN
         SELECT array_agg(t.id) INTO v_jobs
-        FROM {schema}.terminal_jobs AS t
-        WHERE t.ready_slot = p_slot AND t.unique_key IS NOT NULL;
+        FROM {schema}.terminal_jobs_in(p_slot) AS t
+        WHERE t.unique_key IS NOT NULL AND t.state <> 'failed';
         DELETE FROM {schema}.job_unique_claims AS c WHERE c.job_id = ANY (v_jobs);
     END IF;
 END

@@ -56,6 +56,7 @@ enum Command {
 enum RingArg {
     Queue,
     Claim,
+    Lease,
 }
 
 impl RingArg {
@@ -63,6 +64,7 @@ impl RingArg {
         match ring {
             Some(Self::Queue) => vec![Ring::Queue],
             Some(Self::Claim) => vec![Ring::Claim],
+            Some(Self::Lease) => vec![Ring::Lease],
             None => Ring::ALL.to_vec(),
         }
     }

@@ -17,6 +17,7 @@ use tokio_postgres::Client;
 use super::connect::Session;
 use super::error::{EngineError, Result};
 use super::promote::promote;
+use super::rescue::rescue;
 use super::ring::{self, Ring, SlotState};
 use super::schema::Schema;
 use super::target::Target;
@@ -38,6 +39,11 @@ pub struct MaintenanceOptions {
     pub lock_timeout: Duration,
     /// Jobs per promotion; more are due at once only in turns.
     pub promote_limit: i32,
+    pub rescue_every: Duration,
+    /// How long a worker may give no sign of life before its attempts are taken from it.
+    pub stale_after: Duration,
+    /// Claim batches a rescue looks at in each claim slot, and leases.
+    pub rescue_limit: i32,
 }
 
 impl Default for MaintenanceOptions {
@@ -50,7 +56,10 @@ impl Default for MaintenanceOptions {
             lead_every: Duration::from_secs(2),
             keep_sealed: 4,
             lock_timeout: Duration::from_millis(50),
-            promote_limit: 1000,
+            promote_limit: 5000,
+            rescue_every: Duration::from_millis(500),
+            stale_after: Duration::from_secs(90),
+            rescue_limit: 500,
         }
     }
 }
@@ -63,6 +72,10 @@ pub struct MaintenanceReport {
     pub pruned: BTreeMap<&'static str, u64>,
     pub promoted: u64,
     pub trimmed: u64,
+    /// Attempts taken from lost workers, ended by their deadline, or by their callback's timeout.
+    pub rescued: BTreeMap<&'static str, u64>,
+    /// Failed jobs that were held long enough.
+    pub expired: u64,
     /// Stretches of deep backlogs counted once, so that nobody else has to.
     pub backlog_stretches_counted: u64,
     /// By task and reason.
@@ -89,17 +102,19 @@ pub async fn once(client: &Client, schema: &Schema, options: &MaintenanceOptions
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Task {
     Promote,
+    Rescue,
     Rotate,
     Prune,
     Trim,
 }
 
 impl Task {
-    const ALL: [Task; 4] = [Task::Promote, Task::Rotate, Task::Prune, Task::Trim];
+    const ALL: [Task; 5] = [Task::Promote, Task::Rescue, Task::Rotate, Task::Prune, Task::Trim];
 
     fn name(self) -> &'static str {
         match self {
             Self::Promote => "promote",
+            Self::Rescue => "rescue",
             Self::Rotate => "rotate",
             Self::Prune => "prune",
             Self::Trim => "trim",
@@ -109,6 +124,7 @@ impl Task {
     fn interval(self, options: &MaintenanceOptions) -> Duration {
         match self {
             Self::Promote => options.promote_every,
+            Self::Rescue => options.rescue_every,
             Self::Rotate => options.rotate_every,
             Self::Prune => options.prune_every,
             Self::Trim => options.trim_every,
@@ -128,8 +144,16 @@ impl Task {
                 for _ in 0..10 {
                     let moved = promote(client, schema, options.promote_limit).await?;
                     report.promoted += moved.unsigned_abs() as u64;
-                    if moved < options.promote_limit {
+                    if moved == 0 {
                         break;
+                    }
+                }
+            }
+            Self::Rescue => {
+                let rescued = rescue(client, schema, options.stale_after, options.rescue_limit).await?;
+                for (why, n) in rescued.by_reason() {
+                    if n > 0 {
+                        *report.rescued.entry(why).or_default() += n;
                     }
                 }
             }
@@ -154,6 +178,10 @@ impl Task {
                 let row = client.query_one(&sql, &[]).await?;
                 report.backlog_stretches_counted += row.try_get::<_, i32>(0)?.unsigned_abs() as u64;
                 report.trimmed += row.try_get::<_, i64>(1)?.unsigned_abs();
+                let sql = schema.render("SELECT {schema}.trim_attempt_state(), {schema}.purge_expired()");
+                let row = client.query_one(&sql, &[]).await?;
+                report.trimmed += row.try_get::<_, i64>(0)?.unsigned_abs();
+                report.expired += row.try_get::<_, i32>(1)?.unsigned_abs() as u64;
             }
         }
         Ok(())
@@ -168,7 +196,7 @@ async fn prune_rings(
     report: &mut MaintenanceReport,
 ) -> Result<()> {
     client.query(&schema.render("SELECT {schema}.advance_idle_cursors()"), &[]).await?;
-    for (ring, keep) in [(Ring::Claim, 0), (Ring::Queue, options.keep_sealed)] {
+    for (ring, keep) in [(Ring::Claim, 0), (Ring::Lease, 0), (Ring::Queue, options.keep_sealed)] {
         let slots = ring::slots(client, schema, ring).await?;
         let sealed = ring::sealed(&slots);
         let excess = sealed.len().saturating_sub(keep);

@@ -44,8 +44,10 @@ pub const MIGRATIONS: &[Migration] = &[Migration {
         "v1000/00_meta.sql",
         "v1000/10_queue_ring.sql",
         "v1000/20_claim_ring.sql",
+        "v1000/21_lease_ring.sql",
         "v1000/30_plain.sql",
         "v1000/40_ring_children.sql",
+        "v1000/43_job_body.sql",
         "v1000/50_enqueue.sql",
         "v1000/51_claim.sql",
         "v1000/52_holes.sql",
@@ -56,6 +58,12 @@ pub const MIGRATIONS: &[Migration] = &[Migration {
         "v1000/57_prune.sql",
         "v1000/58_views.sql",
         "v1000/59_counts.sql",
+        "v1000/60_unique.sql",
+        "v1000/61_leases.sql",
+        "v1000/62_heartbeat.sql",
+        "v1000/63_rescue.sql",
+        "v1000/64_find_job.sql",
+        "v1000/65_operate.sql",
     ],
 }];
 

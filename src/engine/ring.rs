@@ -20,15 +20,18 @@ pub enum Ring {
     Queue,
     /// Receipts and their closures.
     Claim,
+    /// Attempts with a mutable row of their own.
+    Lease,
 }
 
 impl Ring {
-    pub const ALL: [Ring; 2] = [Ring::Queue, Ring::Claim];
+    pub const ALL: [Ring; 3] = [Ring::Queue, Ring::Claim, Ring::Lease];
 
     pub fn name(self) -> &'static str {
         match self {
             Self::Queue => "queue",
             Self::Claim => "claim",
+            Self::Lease => "lease",
         }
     }
 
@@ -41,8 +44,10 @@ impl Ring {
                 "ready_lane_holes",
                 "receipt_completion_batches",
                 "done_entries",
+                "terminal_tombstones",
             ],
             Self::Claim => &["lease_claim_batches", "lease_claim_closure_batches"],
+            Self::Lease => &["leases"],
         }
     }
 }

@@ -1,0 +1,249 @@
+-- Rescue: ends attempts whose worker is gone (stale), whose deadline passed, or whose callback never came (ADR-023, Open-claim
+-- queries). Every pass is bounded. Per claim slot a cursor sweeps the batches in a circle and passes only what needs nothing:
+-- closed, or alive. It stops before an attempt that should be closed, so what one pass closes the next one proves closed. The
+-- cursors are sequences: they leave no dead tuples, and one that is lost costs a sweep.
+
+DO $do$
+DECLARE
+    v_slot smallint;
+BEGIN
+    FOR v_slot IN SELECT s.slot FROM {schema}.claim_ring_slots AS s LOOP
+        EXECUTE format('CREATE SEQUENCE %I.%I MINVALUE 0', {schema_literal}, 'claim_slot_' || v_slot || '_stale_cursor');
+        EXECUTE format('CREATE SEQUENCE %I.%I MINVALUE 0', {schema_literal}, 'claim_slot_' || v_slot || '_deadline_cursor');
+    END LOOP;
+END
+$do$;
+
+CREATE FUNCTION {schema}.rescue_cursor(p_slot smallint, p_sweep text) RETURNS regclass
+LANGUAGE plpgsql STABLE AS $function$
+BEGIN
+    RETURN format('%I.%I', {schema_literal}, 'claim_slot_' || p_slot || '_' || p_sweep || '_cursor')::regclass;
+END
+$function$;
+
+CREATE TYPE {schema}.rescue_scan AS (
+    visited     integer,
+    passable    bigint,   -- the cursor may stand here: up to it nothing is left to close
+    receipt_ids bigint[],
+    job_ids     bigint[],
+    run_leases  bigint[]
+);
+
+-- stale_scan_<slot>: open attempts claimed up to p_cutoff in batches after p_after that gave no sign of life since.
+SELECT {schema}.create_slot_functions('claim', 'stale_scan_in', 'p_after bigint, p_cutoff timestamptz, p_limit integer',
+    '{schema}.rescue_scan', $template$
+DECLARE
+    v_scan {schema}.rescue_scan;
+BEGIN
+    WITH visited AS MATERIALIZED (
+        SELECT b.batch_id, b.job_ids, b.run_lease, b.run_leases, c.closed, coalesce(c.job_count, 0) AS closed_count
+        FROM {schema}.lease_claim_batches_<slot> AS b
+        LEFT JOIN LATERAL (
+            SELECT range_agg(x.receipt_ranges) AS closed, sum(x.job_count) AS job_count
+            FROM {schema}.lease_claim_closure_batches_<slot> AS x
+            WHERE x.batch_id = b.batch_id
+        ) AS c ON true
+        WHERE b.batch_id > p_after AND b.claimed_at <= p_cutoff
+        ORDER BY b.batch_id
+        LIMIT p_limit
+    ),
+    candidates AS MATERIALIZED (
+        SELECT v.batch_id, v.batch_id * 1024 + j.n - 1 AS receipt_id, j.job_id, coalesce(v.run_lease, v.run_leases[j.n]) AS run_lease
+        FROM visited AS v
+        CROSS JOIN LATERAL unnest(v.job_ids) WITH ORDINALITY AS j (job_id, n)
+        WHERE v.closed_count < cardinality(v.job_ids)
+          AND NOT coalesce(v.closed @> (v.batch_id * 1024 + j.n - 1), false)
+          AND NOT EXISTS (
+              SELECT FROM {schema}.attempt_state AS s
+              WHERE s.job_id = j.job_id AND s.run_lease = coalesce(v.run_lease, v.run_leases[j.n]) AND s.heartbeat_at > p_cutoff)
+    )
+    SELECT (SELECT count(*) FROM visited),
+           coalesce((SELECT min(c.batch_id) - 1 FROM candidates AS c), (SELECT max(v.batch_id) FROM visited AS v)),
+           array_agg(c.receipt_id ORDER BY c.receipt_id), array_agg(c.job_id ORDER BY c.receipt_id),
+           array_agg(c.run_lease ORDER BY c.receipt_id)
+    INTO v_scan
+    FROM candidates AS c;
+    RETURN v_scan;
+END
+$template$);
+
+-- deadline_scan_<slot>: open attempts whose deadline passed, in batches whose deadline is p_after (in microseconds) or later.
+SELECT {schema}.create_slot_functions('claim', 'deadline_scan_in', 'p_after bigint, p_cutoff timestamptz, p_limit integer',
+    '{schema}.rescue_scan', $template$
+DECLARE
+    v_scan {schema}.rescue_scan;
+BEGIN
+    WITH visited AS MATERIALIZED (
+        SELECT b.batch_id, b.job_ids, b.run_lease, b.run_leases, c.closed, coalesce(c.job_count, 0) AS closed_count,
+               (extract(epoch FROM b.deadline_at) * 1000000)::bigint AS deadline
+        FROM {schema}.lease_claim_batches_<slot> AS b
+        LEFT JOIN LATERAL (
+            SELECT range_agg(x.receipt_ranges) AS closed, sum(x.job_count) AS job_count
+            FROM {schema}.lease_claim_closure_batches_<slot> AS x
+            WHERE x.batch_id = b.batch_id
+        ) AS c ON true
+        WHERE b.deadline_at >= to_timestamp(p_after / 1000000) + (p_after % 1000000) * interval '1 microsecond'
+          AND b.deadline_at <= p_cutoff
+        ORDER BY b.deadline_at, b.batch_id
+        LIMIT p_limit
+    ),
+    candidates AS MATERIALIZED (
+        SELECT v.deadline, v.batch_id * 1024 + j.n - 1 AS receipt_id, j.job_id, coalesce(v.run_lease, v.run_leases[j.n]) AS run_lease
+        FROM visited AS v
+        CROSS JOIN LATERAL unnest(v.job_ids) WITH ORDINALITY AS j (job_id, n)
+        WHERE v.closed_count < cardinality(v.job_ids) AND NOT coalesce(v.closed @> (v.batch_id * 1024 + j.n - 1), false)
+    )
+    -- Batches that share a deadline share a place: the cursor stands on it until all of them were seen closed, and goes past
+    -- it when they fill a whole pass.
+    SELECT (SELECT count(*) FROM visited),
+           coalesce((SELECT min(c.deadline) FROM candidates AS c),
+                    (SELECT max(v.deadline) + CASE WHEN min(v.deadline) = max(v.deadline) THEN 1 ELSE 0 END FROM visited AS v)),
+           array_agg(c.receipt_id ORDER BY c.receipt_id), array_agg(c.job_id ORDER BY c.receipt_id),
+           array_agg(c.run_lease ORDER BY c.receipt_id)
+    INTO v_scan
+    FROM candidates AS c;
+    RETURN v_scan;
+END
+$template$);
+
+-- Closes what a scan found, but not the attempts of a batch that somebody else is writing to. Returns how many it closed.
+CREATE FUNCTION {schema}.rescue_attempts(p_slot smallint, p_scan {schema}.rescue_scan, p_error text, p_cause text) RETURNS integer
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_receipts bigint[];
+    v_jobs bigint[];
+    v_leases bigint[];
+    v_lost integer[];
+BEGIN
+    -- Lock: as complete's, but not waited for: whoever holds it may be the worker that is late and not lost.
+    SELECT array_agg(i.receipt_id ORDER BY i.receipt_id), array_agg(i.job_id ORDER BY i.receipt_id),
+           array_agg(i.run_lease ORDER BY i.receipt_id)
+    INTO v_receipts, v_jobs, v_leases
+    FROM unnest(p_scan.receipt_ids, p_scan.job_ids, p_scan.run_leases) AS i (receipt_id, job_id, run_lease)
+    JOIN (
+        SELECT k.batch_id,
+               pg_try_advisory_xact_lock('{schema}.lease_claim_batches'::regclass::oid::integer, (k.batch_id & 2147483647)::integer) AS ours
+        FROM (SELECT DISTINCT r >> 10 AS batch_id FROM unnest(p_scan.receipt_ids) AS r OFFSET 0) AS k
+    ) AS b ON b.batch_id = i.receipt_id >> 10 AND b.ours;
+    IF v_receipts IS NULL THEN
+        RETURN 0;
+    END IF;
+    -- The fences are checked again under the lock.
+    SELECT coalesce(array_agg(c.place), '{}') INTO v_lost
+    FROM {schema}.close_attempts(
+        array_fill(p_slot, ARRAY[cardinality(v_receipts)]), v_receipts, v_jobs, v_leases,
+        array_fill('retryable'::{schema}.job_state, ARRAY[cardinality(v_receipts)]),
+        array_fill(p_error, ARRAY[cardinality(v_receipts)]), NULL, NULL, p_cause) AS c;
+    PERFORM {schema}.signal_attempt(v_jobs[n], v_leases[n], 'over')
+    FROM generate_series(1, cardinality(v_jobs)) AS n
+    WHERE n <> ALL (v_lost);
+    RETURN cardinality(v_receipts) - cardinality(v_lost);
+END
+$function$;
+
+-- One sweep over the claim ring. p_sweep: stale (claimed up to p_cutoff and no heartbeat since) or deadline (due up to it).
+-- At most p_limit batches a slot. Returns how many attempts it closed.
+CREATE FUNCTION {schema}.rescue_claims(p_sweep text, p_cutoff timestamptz, p_limit integer, p_error text, p_cause text) RETURNS integer
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_slot record;
+    v_cursor regclass;
+    v_scan {schema}.rescue_scan;
+    v_after bigint;
+    v_rescued integer := 0;
+BEGIN
+    FOR v_slot IN SELECT s.slot, s.opened_at FROM {schema}.ring_slots('claim') AS s WHERE s.state <> 'pruned' LOOP
+        -- Whatever is in a slot is younger than its opening.
+        CONTINUE WHEN p_sweep = 'stale' AND v_slot.opened_at > p_cutoff;
+        v_cursor := {schema}.rescue_cursor(v_slot.slot, p_sweep);
+        v_after := coalesce(pg_sequence_last_value(v_cursor), 0);
+        v_scan := CASE p_sweep
+            WHEN 'stale' THEN {schema}.stale_scan_in(v_slot.slot, v_after, p_cutoff, p_limit)
+            ELSE {schema}.deadline_scan_in(v_slot.slot, v_after, p_cutoff, p_limit)
+        END;
+        IF v_scan.receipt_ids IS NOT NULL THEN
+            v_rescued := v_rescued + {schema}.rescue_attempts(v_slot.slot, v_scan, p_error, p_cause);
+        END IF;
+        -- Only over what was closed or alive when it was read; at the end, from the start again.
+        IF v_scan.visited < p_limit AND v_scan.receipt_ids IS NULL THEN
+            IF v_after > 0 THEN
+                PERFORM setval(v_cursor, 0);
+            END IF;
+        ELSIF v_scan.passable IS DISTINCT FROM v_after THEN
+            PERFORM setval(v_cursor, greatest(v_scan.passable, 0));
+        END IF;
+    END LOOP;
+    RETURN v_rescued;
+END
+$function$;
+
+-- Ends leases for a reason; one that cannot be stored as it should costs only itself. Rows that somebody works on are passed over.
+CREATE FUNCTION {schema}.rescue_leases(p_sweep text, p_cutoff timestamptz, p_limit integer, p_error text) RETURNS integer
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_now timestamptz := clock_timestamp();
+    v_lease {schema}.leases;
+    v_rescued integer := 0;
+BEGIN
+    FOR v_lease IN
+        SELECT l.*
+        FROM {schema}.leases AS l
+        WHERE CASE p_sweep
+            WHEN 'stale' THEN l.state = 'running' AND l.alive_at <= p_cutoff AND NOT EXISTS (
+                SELECT FROM {schema}.attempt_state AS s
+                WHERE s.job_id = l.job_id AND s.run_lease = l.run_lease AND s.heartbeat_at > p_cutoff)
+            WHEN 'deadline' THEN l.state = 'running' AND l.deadline_at <= p_cutoff
+            WHEN 'callback' THEN l.state = 'waiting_external' AND l.callback_timeout_at <= p_cutoff
+        END
+        ORDER BY l.job_id
+        LIMIT p_limit
+        FOR UPDATE SKIP LOCKED
+    LOOP
+        BEGIN
+            PERFORM {schema}.finish_job(
+                {schema}.take_lease(v_lease.receipt_id, v_lease.job_id, v_lease.run_lease), 'retryable', v_now, p_error, NULL, NULL);
+        EXCEPTION WHEN data_exception OR integrity_constraint_violation OR raise_exception OR program_limit_exceeded THEN
+            PERFORM {schema}.finish_job(
+                {schema}.take_lease(v_lease.receipt_id, v_lease.job_id, v_lease.run_lease), 'failed', v_now,
+                format('%s; it could not be stored for a retry: %s', p_error, sqlerrm), NULL, NULL);
+        END;
+        PERFORM {schema}.signal_attempt(v_lease.job_id, v_lease.run_lease, 'over');
+        v_rescued := v_rescued + 1;
+    END LOOP;
+    RETURN v_rescued;
+END
+$function$;
+
+-- One pass of every rescue, by the database's clock (I7). p_stale_after is how long a worker may be silent.
+CREATE FUNCTION {schema}.rescue(
+    p_stale_after interval DEFAULT '90 seconds', p_limit integer DEFAULT 500,
+    OUT stale integer, OUT deadline integer, OUT callback_timeout integer
+)
+LANGUAGE plpgsql AS $function$
+DECLARE
+    c_lost constant text := format('the worker was lost: no sign of life for %s', p_stale_after);
+    c_late constant text := 'deadline exceeded';
+BEGIN
+    IF p_stale_after IS NULL OR p_stale_after < interval '0' THEN
+        RAISE EXCEPTION 'stale_after must not be negative, not %', coalesce(p_stale_after::text, 'null')
+            USING ERRCODE = 'check_violation', COLUMN = 'stale_after';
+    END IF;
+    stale := {schema}.rescue_claims('stale', clock_timestamp() - p_stale_after, p_limit, c_lost, 'stale')
+        + {schema}.rescue_leases('stale', clock_timestamp() - p_stale_after, p_limit, c_lost);
+    deadline := {schema}.rescue_claims('deadline', clock_timestamp(), p_limit, c_late, 'deadline_expired')
+        + {schema}.rescue_leases('deadline', clock_timestamp(), p_limit, c_late);
+    callback_timeout := {schema}.rescue_leases('callback', clock_timestamp(), p_limit, 'the callback timed out');
+END
+$function$;
+
+-- Forgets states of attempts that ended without their worker's word. Nothing silent for so long is still open.
+CREATE FUNCTION {schema}.trim_attempt_state(p_older_than interval DEFAULT '1 day') RETURNS bigint
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_deleted bigint;
+BEGIN
+    DELETE FROM {schema}.attempt_state AS s WHERE s.heartbeat_at < clock_timestamp() - p_older_than;
+    GET DIAGNOSTICS v_deleted = ROW_COUNT;
+    RETURN v_deleted;
+END
+$function$;

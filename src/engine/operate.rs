@@ -1,0 +1,71 @@
+//! Operate: cancel, retry, delete and move jobs, in whatever state they are (engine.md, Transitions).
+//!
+//! One call of `{schema}.operate` a job, each its own transaction, under the lock of the place where the job lies. Guarded by
+//! `tests/engine_operate.rs`.
+
+use serde::Serialize;
+use tokio_postgres::{Client, Statement};
+
+use super::error::Result;
+use super::schema::Schema;
+
+/// What an operator wants done with a job.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Operation {
+    /// Ends it, running or not; the reason is kept among its errors.
+    Cancel { reason: Option<String> },
+    /// Makes it available now; a failed or cancelled one with all its attempts anew.
+    Retry { queue: Option<String>, priority: Option<i32> },
+    /// Forgets it. A running one is cancelled first.
+    Delete,
+    /// To another queue, another priority, or both; its time and attempts stay.
+    Move { queue: Option<String>, priority: Option<i32> },
+}
+
+impl Operation {
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Cancel { .. } => "cancel",
+            Self::Retry { .. } => "retry",
+            Self::Delete => "delete",
+            Self::Move { .. } => "move",
+        }
+    }
+}
+
+/// What came of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Operated {
+    pub job_id: i64,
+    pub done: bool,
+    /// The 0.5 name of the state it was found in; `None` when there is no such job.
+    pub state: Option<String>,
+    /// Why not; `None` when done.
+    pub reason: Option<String>,
+}
+
+/// The prepared call, bound to one session.
+pub struct Operate {
+    statement: Statement,
+}
+
+impl Operate {
+    /// Prepares it on `client`.
+    pub async fn prepare(client: &Client, schema: &Schema) -> Result<Self> {
+        let sql = schema.render("SELECT job_id, done, state::text, reason FROM {schema}.operate($1, $2, $3, $4, $5)");
+        Ok(Self { statement: client.prepare(&sql).await? })
+    }
+
+    /// Does it to one job.
+    pub async fn run(&self, client: &Client, job_id: i64, operation: &Operation) -> Result<Operated> {
+        let (reason, queue, priority) = match operation {
+            Operation::Cancel { reason } => (reason.as_deref(), None, None),
+            Operation::Retry { queue, priority } | Operation::Move { queue, priority } => {
+                (None, queue.as_deref(), *priority)
+            }
+            Operation::Delete => (None, None, None),
+        };
+        let row = client.query_one(&self.statement, &[&job_id, &operation.name(), &reason, &queue, &priority]).await?;
+        Ok(Operated { job_id: row.try_get(0)?, done: row.try_get(1)?, state: row.try_get(2)?, reason: row.try_get(3)? })
+    }
+}
