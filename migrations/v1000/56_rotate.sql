@@ -10,7 +10,6 @@ DECLARE
     v_slots integer;
     v_current record;
     v_promised bigint;
-    v_used boolean;
 BEGIN
     rotated := false;
     -- Lock: the ring, so that the cursor sequence below is set by one rotator at a time. Not waited for.
@@ -37,10 +36,7 @@ BEGIN
     slot := v_current.slot;
     IF NOT p_force THEN
         -- Sizes, not rows: an uncommitted producer counts, and nothing is scanned.
-        EXECUTE format('SELECT pg_relation_size(%1$L::regclass) > 0', format('%I.%I', {schema_literal},
-            CASE p_ring WHEN 'queue' THEN 'ready_entries_' ELSE 'lease_claim_batches_' END || v_current.slot))
-        INTO v_used;
-        IF NOT v_used THEN
+        IF pg_relation_size(format('%I.%I', {schema_literal}, ({schema}.ring_parents(p_ring))[1] || '_' || v_current.slot)::regclass) = 0 THEN
             reason := 'idle: the open slot is empty';
             RETURN;
         END IF;

@@ -149,10 +149,6 @@ CREATE FUNCTION {schema}.prune(
 )
 LANGUAGE plpgsql AS $function$
 DECLARE
-    c_parents constant text[] := CASE p_ring
-        WHEN 'queue' THEN ARRAY['ready_entries', 'ready_claim_attempt_batches', 'ready_lane_holes', 'receipt_completion_batches', 'done_entries']
-        WHEN 'claim' THEN ARRAY['lease_claim_batches', 'lease_claim_closure_batches']
-    END;
     v_class oid := format('%I.%I', {schema_literal}, p_ring || '_ring_slots')::regclass;
     v_state text;
     v_children text;
@@ -204,7 +200,7 @@ BEGIN
     SELECT string_agg(format('%I.%I', {schema_literal}, p || '_' || p_slot), ', '),
            array_agg(format('%I.%I', {schema_literal}, p || '_' || p_slot)::regclass::oid)
     INTO v_children, v_relations
-    FROM unnest(c_parents) AS p;
+    FROM unnest({schema}.ring_parents(p_ring)) AS p;
     BEGIN
         -- Lock: the partitions, exclusively and briefly. A reader that does not let go costs a skip.
         PERFORM set_config('lock_timeout', greatest(extract(epoch FROM p_lock_timeout) * 1000, 1)::integer::text, true);

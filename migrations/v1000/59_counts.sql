@@ -179,8 +179,7 @@ CREATE FUNCTION {schema}.slot_contents(
 LANGUAGE plpgsql AS $function$
 DECLARE
     c_scan constant bigint := 8 * 1024 * 1024;
-    v_main regclass := format('%I.%I', {schema_literal},
-        CASE p_ring WHEN 'queue' THEN 'ready_entries_' ELSE 'lease_claim_batches_' END || p_slot)::regclass;
+    v_main regclass := format('%I.%I', {schema_literal}, ({schema}.ring_parents(p_ring))[1] || '_' || p_slot)::regclass;
     v_emitted bigint;
     v_sample bigint;
 BEGIN
@@ -190,10 +189,7 @@ BEGIN
     JOIN pg_class AS p ON p.oid = i.inhparent
     WHERE p.relnamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = {schema_literal})
       AND c.relname = p.relname || '_' || p_slot
-      AND p.relname = ANY (CASE p_ring
-          WHEN 'queue' THEN ARRAY['ready_entries', 'ready_claim_attempt_batches', 'ready_lane_holes',
-                                  'receipt_completion_batches', 'done_entries']
-          ELSE ARRAY['lease_claim_batches', 'lease_claim_closure_batches'] END);
+      AND p.relname = ANY ({schema}.ring_parents(p_ring));
 
     IF p_ring = 'claim' THEN
         EXECUTE format('SELECT coalesce(sum(cardinality(b.job_ids)), 0) FROM %s AS b', v_main) INTO row_count;
@@ -207,7 +203,7 @@ BEGIN
         EXECUTE format('SELECT count(*) FROM %s', v_main) INTO row_count;
     ELSE
         EXECUTE format('SELECT count(*) FROM %s AS e WHERE e.ctid < ''(64,0)''', v_main) INTO v_sample;
-        row_count := v_sample * (pg_relation_size(v_main) / 8192) / 64;
+        row_count := v_sample * (pg_relation_size(v_main) / current_setting('block_size')::bigint) / 64;
     END IF;
     EXECUTE format('SELECT coalesce(sum(b.job_count), 0) FROM %I.%I AS b', {schema_literal}, 'ready_claim_attempt_batches_' || p_slot)
     INTO v_emitted;

@@ -102,9 +102,9 @@ async fn blockers(client: &Client, schema: &Schema, ring: Ring, slot: i16) -> Re
              SELECT array_agg(i.inhrelid) FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
              JOIN pg_class AS p ON p.oid = i.inhparent
              WHERE c.relnamespace = (SELECT n.relnamespace FROM pg_class AS n WHERE n.oid = '{{schema}}.{name}_ring_slots'::regclass)
-               AND c.relname = p.relname || '_' || $1::text AND p.relname = ANY ($2))) AS h
+               AND c.relname = p.relname || '_' || $1::text AND p.relname = ANY ({{schema}}.ring_parents('{name}')))) AS h
          WHERE h IS NOT NULL"
     ));
-    let rows = client.query(&sql, &[&slot, &ring.parents()]).await?;
+    let rows = client.query(&sql, &[&slot]).await?;
     rows.iter().map(|row| Ok(Blocker { reason: row.try_get(0)?, detail: row.try_get(1)? })).collect()
 }

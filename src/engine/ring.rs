@@ -31,20 +31,6 @@ impl Ring {
             Self::Claim => "claim",
         }
     }
-
-    /// Its partitioned tables; slot N of each is the child with `_N` behind the name.
-    pub fn parents(self) -> &'static [&'static str] {
-        match self {
-            Self::Queue => &[
-                "ready_entries",
-                "ready_claim_attempt_batches",
-                "ready_lane_holes",
-                "receipt_completion_batches",
-                "done_entries",
-            ],
-            Self::Claim => &["lease_claim_batches", "lease_claim_closure_batches"],
-        }
-    }
 }
 
 /// What a slot is in.
