@@ -7,6 +7,7 @@ use std::time::Duration;
 use awactl::engine::Schema;
 use awactl::engine::counts::{QueueCount, queue_counts};
 use awactl::engine::inspect_rings::rings;
+use awactl::engine::ring::Ring;
 use common::*;
 
 async fn counts(s: &Session, queue: &str) -> QueueCount {
@@ -110,13 +111,36 @@ async fn a_count_that_a_prune_overtakes_is_exact() {
     let pid = c.pid().await;
     x.exec("BEGIN").await;
     assert!(x.prune("queue", 0).await.0, "nothing keeps the slot");
-    let schema = Schema::default();
     let client = c.client.clone();
-    let count = tokio::spawn(async move { queue_counts(&client, &schema).await.unwrap() });
+    let count = tokio::spawn(async move { queue_counts(&client, &Schema::default()).await.unwrap() });
     db.until_waiting(pid).await;
     x.exec("COMMIT").await;
     let q = count.await.unwrap().queues.remove(0);
     assert_eq!((q.available, q.completed, total(&q)), (2000, 1500, 3500));
+}
+
+/// A count has read the cursors and not yet counted: no slot may go until it has.
+#[tokio::test]
+async fn no_slot_goes_between_the_cursors_and_the_count() {
+    let db = Db::new().await;
+    let (s, c, x) = (db.session().await, db.session().await, db.session().await);
+    s.enqueue("q", 2000).await;
+    drain_some(&s, "q", 100).await;
+    s.exec("SELECT @advance_idle_cursors()").await;
+    assert_eq!(s.one::<i32>("SELECT @settle_backlog_segments(500)").await, 3);
+    x.exec("BEGIN; LOCK TABLE @queue_backlog_segments IN ACCESS EXCLUSIVE MODE").await;
+    let pid = c.pid().await;
+    let client = c.client.clone();
+    let count = tokio::spawn(async move { queue_counts(&client, &Schema::default()).await.unwrap() });
+    db.until_waiting(pid).await;
+    s.drain("q").await;
+    s.rotate("queue").await;
+    s.exec("SELECT @advance_idle_cursors()").await;
+    let (_, reason, detail) = x.prune("queue", 0).await;
+    assert!(reason == "reader" && detail.contains(&format!("pid {pid} ")), "{reason}: {detail}");
+    x.exec("COMMIT").await;
+    let q = count.await.unwrap().queues.remove(0);
+    assert_eq!((q.available, q.completed, total(&q)), (0, 2000, 2000));
 }
 
 /// Every job is in one state at any time: the sum never moves while everything else does.
@@ -227,7 +251,9 @@ async fn a_look_at_the_rings_does_not_read_a_big_slot() {
             "in part" => drain_some(&s, "q1", 100).await,
             "running" => {
                 for queue in ["q0", "q1", "q2"] {
-                    while !s.claim(queue, 1024).await.is_empty() {}
+                    for _ in 0..4 {
+                        s.claim(queue, 1024).await;
+                    }
                 }
             }
             "closed" => {
@@ -245,7 +271,7 @@ async fn a_look_at_the_rings_does_not_read_a_big_slot() {
         }
         s.exec("BEGIN").await;
         let before = rows_read(&s, "ready_entries").await;
-        let report = rings(&s.client, &schema).await.unwrap();
+        let report = rings(&s.client, &schema, &Ring::ALL).await.unwrap();
         let read = rows_read(&s, "ready_entries").await - before;
         s.exec("COMMIT").await;
         let slot = &report.rings[0].slots[0];
@@ -260,6 +286,86 @@ async fn a_look_at_the_rings_does_not_read_a_big_slot() {
             _ => &[],
         };
         assert_eq!(blockers, expected, "{state}: {slot:?}");
+        assert_eq!(slot.open > 0, blockers == ["ready_rows"], "{state}: {slot:?}");
     }
     assert!(s.prune("queue", 0).await.0);
+}
+
+#[tokio::test]
+async fn a_job_committed_late_below_the_cursor_is_what_keeps_its_slot() {
+    let db = Db::new().await;
+    let (s, p) = (db.session().await, db.session().await);
+    s.enqueue("q", 1).await;
+    p.exec("BEGIN").await;
+    p.enqueue("q", 2).await;
+    s.enqueue("q", 80).await;
+    for _ in 0..81 {
+        drain_some(&s, "q", 1).await;
+    }
+    for _ in 0..2 {
+        s.rotate("queue").await;
+        s.enqueue("q", 1).await;
+        drain_some(&s, "q", 1).await;
+    }
+    s.exec("SELECT @advance_idle_cursors()").await;
+    p.exec("COMMIT").await;
+    // The hole is recorded in slot 0 too; as if it were over, but for the jobs.
+    for hole_slot in ["0", "1"] {
+        s.exec(&format!(
+            "WITH gone AS (DELETE FROM @ready_lane_holes RETURNING *)
+             INSERT INTO @ready_lane_holes SELECT hole_id, lane_hi, recorded_at, lane_id, {hole_slot}, holders, lane_ranges FROM gone"
+        ))
+        .await;
+        let report = rings(&s.client, &Schema::default(), &[Ring::Queue]).await.unwrap();
+        let blockers = &report.rings[0].slots[0].blockers;
+        let expected = if hole_slot == "0" { "open_holes" } else { "ready_rows" };
+        assert_eq!(blockers.iter().map(|b| b.reason.as_str()).collect::<Vec<_>>(), [expected], "{blockers:?}");
+        let (_, reason, _) = s.prune("queue", 0).await;
+        assert_eq!(reason, expected);
+    }
+    s.drain("q").await;
+    assert!(s.prune("queue", 0).await.0);
+}
+
+#[tokio::test]
+async fn a_ring_says_why_it_would_not_be_rotated() {
+    let db = Db::new().await;
+    let (s, other) = (db.session().await, db.session().await);
+    let outlook = async || {
+        let report = rings(&s.client, &Schema::default(), &[Ring::Queue]).await.unwrap();
+        assert_eq!(report.rings.len(), 1);
+        let rotation = report.rings[0].rotation.clone();
+        (rotation.opens, rotation.skipped.unwrap_or_default())
+    };
+    assert_eq!(outlook().await, (None, "idle: the open slot is empty".into()));
+    s.enqueue("q", 1).await;
+    assert_eq!(outlook().await, (Some(1), String::new()));
+    other.exec("BEGIN").await;
+    other.rotate("queue").await;
+    let (opens, skipped) = outlook().await;
+    assert!(opens.is_none() && skipped.contains(&format!("pid {} ", other.pid().await)), "{skipped}");
+    other.exec("ROLLBACK").await;
+    assert_eq!(outlook().await, (Some(1), String::new()), "the promised one");
+    for slot in 1..16 {
+        assert_eq!(outlook().await, (Some(slot), String::new()));
+        assert!(s.one::<bool>("SELECT rotated FROM @rotate('queue')").await);
+        s.enqueue("q", 1).await;
+    }
+    assert_eq!(outlook().await, (None, "no pruned slot: the open one goes on".into()));
+    assert!(!s.one::<bool>("SELECT rotated FROM @rotate('queue')").await);
+}
+
+#[tokio::test]
+async fn whatever_reads_finished_jobs_has_jit_off() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    let readers: Vec<String> = s.all("SELECT proname::text FROM pg_proc WHERE prosrc LIKE '%.terminal_jobs%'").await;
+    assert_eq!(readers, ["fold_pruned_slot"]);
+    let without: Vec<String> = s
+        .all(
+            "SELECT proname::text FROM pg_proc WHERE (prosrc LIKE '%.terminal_jobs%' OR proname = 'queue_counts')
+              AND NOT coalesce(proconfig @> '{jit=off}', false)",
+        )
+        .await;
+    assert_eq!(without, [""; 0]);
 }
