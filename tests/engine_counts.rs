@@ -236,6 +236,21 @@ async fn a_counted_backlog_is_not_read_again() {
 }
 
 #[tokio::test]
+async fn a_backlog_too_deep_to_be_read_is_estimated_and_said_to_be() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    s.enqueue("q", 1000).await;
+    s.exec("BEGIN").await;
+    let before = rows_read(&s, "ready_entries").await;
+    let rows = s.rows("SELECT job_count, is_exact FROM @queue_counts(999)", &[]).await.unwrap();
+    assert_eq!((rows[0].get::<_, i64>(0), rows[0].get::<_, bool>(1)), (1000, false));
+    assert!(rows_read(&s, "ready_entries").await - before < 10);
+    s.exec("COMMIT").await;
+    let rows = s.rows("SELECT job_count, is_exact FROM @queue_counts(1000)", &[]).await.unwrap();
+    assert_eq!((rows[0].get::<_, i64>(0), rows[0].get::<_, bool>(1)), (1000, true));
+}
+
+#[tokio::test]
 async fn a_look_at_the_rings_does_not_read_a_big_slot() {
     let db = Db::new().await;
     let s = db.session().await;
