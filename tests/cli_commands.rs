@@ -170,3 +170,63 @@ fn a_scenario_with_an_unknown_field_or_a_used_database_is_refused() {
     assert_eq!(output.status.code(), Some(4));
     assert!(String::from_utf8_lossy(&output.stderr).contains("--allow-target cli_bench_target"));
 }
+
+#[test]
+fn a_schema_may_have_any_name_that_postgresql_allows() {
+    let url = database("cli_odd_schemas");
+    for name in [
+        "quo\"te'd",
+        "100% %s %1$I %L",
+        "ünï ✓ 名",
+        "back\\slash \\+000041",
+        "UPPER Case",
+        "$function$ $$ $template$",
+        "{schema} {schema_literal}",
+        "do.tt-ed",
+        "semi; -- colon",
+        "new\nline\ttab",
+        "@at U&\"x\"",
+    ] {
+        let run = |args: &[&str]| {
+            let output =
+                awactl(&[&["--database-url", &url, "--schema", name, "-o", "json"], args].concat()).output().unwrap();
+            assert!(output.status.success(), "{name:?} {args:?}: {}", String::from_utf8_lossy(&output.stderr));
+            serde_json::from_slice::<Value>(&output.stdout).unwrap_or(Value::Null)
+        };
+        run(&["migrate"]);
+        assert_eq!(run(&["migrate", "status"])["state"], "active", "{name:?}");
+        run(&["enqueue", "ping", "--count", "40"]);
+        run(&["enqueue", "ping", "--in", "100ms"]);
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("jobs.ndjson");
+        std::fs::write(&file, "{\"kind\":\"ping\"}\n{\"kind\":\"broken\",\"args\":{\"terminal\":true}}\n").unwrap();
+        run(&["enqueue", "--file", file.to_str().unwrap()]);
+        let mut workers =
+            awactl(&["--database-url", &url, "--schema", name, "run-workers", "--config", "examples/workers.yaml"])
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn()
+                .unwrap();
+        let counts = |name: &str| {
+            let report = run(&["inspect", "queues"]);
+            report["queues"][0][name].as_i64().unwrap_or(0)
+        };
+        let ended = (0..400).any(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            counts("completed") == 42 && counts("failed") == 1
+        });
+        let rings = run(&["inspect", "rings"]);
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(workers.id() as i32), nix::sys::signal::SIGTERM).unwrap();
+        workers.wait().unwrap();
+        assert!(ended, "{name:?}: {}", run(&["inspect", "queues"]));
+        assert_eq!(rings["schema"], name);
+        assert_eq!(rings["rings"][0]["slots"].as_array().unwrap().len(), 16);
+        let dead = run(&["inspect", "dead-tuples"]);
+        assert!(dead["tables"].as_array().unwrap().len() > 100, "{name:?}: {dead}");
+        run(&["maintenance", "rotate"]);
+        run(&["maintenance", "once"]);
+        run(&["maintenance", "prune"]);
+        run(&["maintenance", "status"]);
+        assert_eq!(counts("completed"), 42, "{name:?}");
+    }
+}

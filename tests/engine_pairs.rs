@@ -173,6 +173,8 @@ const PLACES: &str = "SELECT (SELECT count(*) FROM @deferred_jobs) + (SELECT cou
            SELECT FROM @ready_claim_attempt_batches AS b
            WHERE b.ready_slot = r.ready_slot AND b.lane_id = r.lane_id AND b.lane_ranges @> r.lane_seq))";
 
+const COUNTED: &str = "SELECT sum(job_count)::bigint FROM @queue_counts()";
+
 async fn state(s: &Session, job: i64) -> String {
     s.one(&format!("SELECT (@find_job({job})).state::text")).await
 }
@@ -229,6 +231,7 @@ async fn races_of(first: Actor) {
                 let job = subject.attempt.job;
                 race(&db, [&a, &b], subject, [first, second], commits).await;
                 assert_eq!(a.one::<i64>(PLACES).await, made, "{first:?} then {second:?} on {shape:?}");
+                assert_eq!(a.one::<i64>(COUNTED).await, made, "{first:?} then {second:?} on {shape:?}: counts");
                 // Out of the next pair's way: whatever is left is not open any more.
                 a.exec(&format!("SELECT @operate({job}, 'cancel')")).await;
                 assert_eq!(a.one::<i64>(PLACES).await, made);
@@ -241,9 +244,7 @@ async fn races_of(first: Actor) {
     for ring in ["claim", "lease", "queue"] {
         assert_eq!(a.prune_all(ring).await.1, [], "{ring}");
     }
-    let counted = "SELECT (SELECT coalesce(sum(job_count), 0)::bigint FROM @queue_terminal_rollup_deltas)
-                        + (SELECT count(*) FROM @dlq_entries) + (SELECT count(*) FROM @terminal_jobs)";
-    assert_eq!(a.one::<i64>(counted).await, made);
+    assert_eq!(a.one::<i64>(COUNTED).await, made, "counts outlive the slots");
     assert_eq!(attempts(&a.claim("q", 100).await).len(), 0);
 }
 

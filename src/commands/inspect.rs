@@ -8,6 +8,7 @@ use clap::Subcommand;
 use serde::Serialize;
 
 use super::exit::ExitCode;
+use super::maintenance::RingArg;
 use super::output::{Format, Table, human_bytes, human_duration, thousands};
 use super::signals::Signals;
 use super::{Access, Context};
@@ -35,6 +36,9 @@ enum Command {
         /// Also the slots that hold nothing
         #[arg(long)]
         all: bool,
+        /// Only this one
+        #[arg(long)]
+        ring: Option<RingArg>,
     },
     /// Dead tuples by table family
     DeadTuples {
@@ -56,8 +60,9 @@ pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
     let (session, resolved) = context.connect_installed(Access::Read).await?;
     let schema = &resolved.target.schema;
     match args.command {
-        Command::Rings { all } => {
-            let look = async || Ok(rings(&session, schema).await?);
+        Command::Rings { all, ring } => {
+            let which = RingArg::rings(ring);
+            let look = async || Ok(rings(&session, schema, &which).await?);
             shown(context, watch, look, |report| rings_table(report, all)).await
         }
         Command::DeadTuples { exact, all } => {
@@ -143,7 +148,12 @@ fn why(ring: &RingReport, slot: &SlotReport) -> String {
     match slot.state {
         SlotState::Open => {
             let age = (chrono::Utc::now() - ring.rotated_at).to_std().unwrap_or_default();
-            format!("written to for {}", human_duration(age))
+            let next = match (&ring.rotation.opens, &ring.rotation.skipped) {
+                (_, Some(reason)) => format!("would not be rotated: {reason}"),
+                (Some(slot), None) => format!("a rotation opens slot {slot}"),
+                (None, None) => String::new(),
+            };
+            format!("written to for {}; {next}", human_duration(age))
         }
         SlotState::Pruned => "free".into(),
         SlotState::Sealed if slot.blockers.is_empty() => "kept to be read; can be pruned".into(),

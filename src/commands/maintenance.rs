@@ -53,14 +53,14 @@ enum Command {
 }
 
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
-enum RingArg {
+pub enum RingArg {
     Queue,
     Claim,
     Lease,
 }
 
 impl RingArg {
-    fn rings(ring: Option<Self>) -> Vec<Ring> {
+    pub fn rings(ring: Option<Self>) -> Vec<Ring> {
         match ring {
             Some(Self::Queue) => vec![Ring::Queue],
             Some(Self::Claim) => vec![Ring::Claim],
