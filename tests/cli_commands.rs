@@ -132,6 +132,48 @@ fn rings_say_what_blocks_each_slot() {
 }
 
 #[test]
+fn a_ring_can_be_looked_at_alone_and_says_what_a_rotation_would_do() {
+    let url = database("cli_ring");
+    let look = || done(&run(&url, &["inspect", "rings", "--ring", "claim", "-o", "json"]));
+    let report = look();
+    assert_eq!(report["rings"].as_array().unwrap().len(), 1);
+    assert_eq!(report["rings"][0]["ring"], "claim");
+    assert_eq!(report["rings"][0]["rotation"]["skipped"], "idle: the open slot is empty");
+    done(&run(&url, &["maintenance", "rotate", "--force"]));
+    let table = String::from_utf8(run(&url, &["inspect", "rings", "--ring", "claim"]).stdout).unwrap();
+    let words = table.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(!words.contains("queue") && words.contains("would not be rotated"), "{table}");
+}
+
+#[test]
+fn a_watch_ends_quietly_when_its_reader_has_left() {
+    let url = database("cli_watch");
+    for format in ["table", "json", "yaml"] {
+        let mut child = awactl(&["--database-url", &url, "-o", format, "inspect", "queues", "--watch=10ms"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut first = [0];
+        std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut first).unwrap();
+        drop(child.stdout.take());
+        let mut status = None;
+        for _ in 0..1000 {
+            status = child.try_wait().unwrap();
+            if status.is_some() {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        let _ = child.kill();
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(status.expect("it ends by itself").code(), Some(0), "{format}");
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(!told.contains("error") && !told.contains("panick"), "{format}: {told}");
+    }
+}
+
+#[test]
 fn the_demo_does_its_jobs_and_stops_its_server() {
     let report = done(&awactl(&["demo", "--jobs", "2000", "-o", "json"]).output().unwrap());
     assert_eq!((&report["stats"]["completed"], &report["stats"]["failed"]), (&1998.into(), &2.into()));
