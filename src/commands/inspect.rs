@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::exit::ExitCode;
 use super::maintenance::RingArg;
-use super::output::{Format, Table, human_bytes, human_duration, thousands};
+use super::output::{Format, Reader, Table, human_bytes, human_duration, thousands};
 use super::signals::Signals;
 use super::{Access, Context};
 use crate::engine::counts::{QueueCounts, queue_counts};
@@ -90,7 +90,7 @@ async fn shown<T: Serialize, F: Future<Output = anyhow::Result<T>>>(
     let mut signals = Signals::listen()?;
     loop {
         let data = look().await?;
-        match context.output.format() {
+        let reader = match context.output.format() {
             Format::Json => context.output.raw(format!("{}\n", serde_json::to_string(&data)?).as_bytes())?,
             Format::Yaml => context.output.raw(format!("---\n{}", serde_yaml::to_string(&data)?).as_bytes())?,
             Format::Table => {
@@ -98,8 +98,11 @@ async fn shown<T: Serialize, F: Future<Output = anyhow::Result<T>>>(
                     // Home, and clear what is below.
                     context.output.raw(b"\x1b[H\x1b[2J")?;
                 }
-                context.output.print(&data, &table)?;
+                context.output.print(&data, &table)?
             }
+        };
+        if reader == Reader::Left {
+            return Ok(ExitCode::Done);
         }
         tokio::select! {
             () = tokio::time::sleep(interval) => {}
