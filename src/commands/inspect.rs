@@ -15,6 +15,7 @@ use super::{Access, Context};
 use crate::engine::counts::{QueueCounts, queue_counts};
 use crate::engine::dead_tuples::{DeadTuplesReport, dead_tuples};
 use crate::engine::duration;
+use crate::engine::inspect_claims::{ClaimsReport, JobPlace, job_place, open_claims};
 use crate::engine::inspect_rings::{RingReport, RingsReport, SlotReport, rings};
 use crate::engine::ring::SlotState;
 
@@ -51,6 +52,13 @@ enum Command {
     },
     /// Jobs per queue and state
     Queues,
+    /// Attempts that are open: who holds them, since when, and in which slot
+    Claims {
+        #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(i64).range(1..=100_000))]
+        limit: i64,
+    },
+    /// Where one job is
+    Job { id: i64 },
 }
 
 pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
@@ -68,6 +76,17 @@ pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
         Command::DeadTuples { exact, all } => {
             let look = async || Ok(dead_tuples(&session, schema, exact).await?);
             shown(context, watch, look, |report| dead_tuples_table(report, all)).await
+        }
+        Command::Claims { limit } => {
+            let look = async || Ok(open_claims(&session, schema, limit).await?);
+            shown(context, watch, look, claims_table).await
+        }
+        Command::Job { id } => {
+            let look = async || {
+                let place = job_place(&session, schema, id).await?;
+                place.ok_or_else(|| anyhow::anyhow!("there is no job {id}, or nothing is known of it any more"))
+            };
+            shown(context, watch, look, place_table).await
         }
         Command::Queues => {
             let look = async || Ok(queue_counts(&session, schema).await?);
@@ -194,7 +213,55 @@ pub fn dead_tuples_table(report: &DeadTuplesReport, all: bool) -> Table {
     table
 }
 
-fn queues_table(report: &QueueCounts) -> Table {
+fn claims_table(report: &ClaimsReport) -> Table {
+    let mut batches = Table::new(&["slot", "batch", "queue", "open", "first job", "age", "claimed by"])
+        .numbers(&[0, 1, 3, 4])
+        .when_empty("no claim is open");
+    for c in &report.claims {
+        batches.row([
+            c.claim_slot.to_string(),
+            c.batch_id.to_string(),
+            c.queue.clone(),
+            thousands(c.open),
+            c.first_open_job.to_string(),
+            human_duration(Duration::from_secs_f64(c.age_s.max(0.0))),
+            c.claimed_by.clone().unwrap_or_default(),
+        ]);
+    }
+    let mut leases = Table::new(&["slot", "job", "queue", "state", "age", "waits until", "claimed by"])
+        .numbers(&[0, 1])
+        .when_empty("no attempt has a lease");
+    for l in &report.leases {
+        leases.row([
+            l.lease_slot.to_string(),
+            l.job_id.to_string(),
+            l.queue.clone(),
+            l.state.clone(),
+            human_duration(Duration::from_secs_f64(l.age_s.max(0.0))),
+            l.callback_timeout_at.map_or_else(String::new, |t| t.to_rfc3339()),
+            l.claimed_by.clone().unwrap_or_default(),
+        ]);
+    }
+    batches.then(leases)
+}
+
+fn place_table(place: &JobPlace) -> Table {
+    let number = |n: Option<i64>| n.map_or_else(|| "-".to_owned(), |n| n.to_string());
+    Table::facts([
+        ("job", place.job_id.to_string()),
+        ("place", place.place.clone()),
+        ("state", place.state.clone()),
+        ("deleted or retried since", if place.hidden { "yes" } else { "no" }.to_owned()),
+        ("queue slot", number(place.ready_slot.map(i64::from))),
+        ("lane", number(place.lane_id.map(i64::from))),
+        ("lane_seq", number(place.lane_seq)),
+        ("run lease", number(place.run_lease)),
+        ("claim slot", number(place.claim_slot.map(i64::from))),
+        ("receipt", number(place.receipt_id)),
+    ])
+}
+
+pub(super) fn queues_table(report: &QueueCounts) -> Table {
     let mut table = Table::new(&[
         "queue",
         "available",

@@ -12,7 +12,7 @@ pub struct QueueCounts {
     pub queues: Vec<QueueCount>,
 }
 
-/// One queue. What this build has no feature for (pausing, callbacks, a DLQ) is none.
+/// One queue.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct QueueCount {
     pub queue: String,
@@ -68,6 +68,13 @@ pub async fn queue_counts(client: &Client, schema: &Schema) -> Result<QueueCount
         if state == "available" {
             queue.available_exact = row.try_get(3)?;
             queue.oldest_ready_age_s = row.try_get(4)?;
+        }
+    }
+    let paused = client.query(&schema.render("SELECT queue FROM {schema}.queue_meta WHERE paused"), &[]).await?;
+    for row in paused {
+        let name: &str = row.try_get(0)?;
+        if let Some(queue) = queues.iter_mut().find(|q| q.queue == name) {
+            queue.paused = true;
         }
     }
     Ok(QueueCounts { queues })
