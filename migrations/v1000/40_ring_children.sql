@@ -68,7 +68,7 @@ $function$;
 
 -- What a job may have beside its args, in one value; NULL for nearly every job.
 CREATE FUNCTION {schema}.job_extras(p_tags text[], p_metadata jsonb, p_errors jsonb[], p_progress jsonb) RETURNS jsonb
-LANGUAGE sql IMMUTABLE AS $function$
+LANGUAGE sql STABLE AS $function$
     SELECT CASE WHEN num_nonnulls(p_tags, p_metadata, p_errors, p_progress) > 0 THEN
         jsonb_build_object('tags', p_tags, 'metadata', p_metadata, 'errors', p_errors, 'progress', p_progress)
     END
