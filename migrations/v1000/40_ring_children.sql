@@ -33,10 +33,14 @@ SELECT {schema}.create_ring('queue', 'ready_slot', 16, ARRAY[
     'ready_entries', 'ready_claim_attempt_batches', 'ready_lane_holes', 'receipt_completion_batches', 'done_entries']);
 SELECT {schema}.create_ring('claim', 'claim_slot', 8, ARRAY['lease_claim_batches', 'lease_claim_closure_batches']);
 
--- One function a slot, from a template with <slot> in it, and one named p_name that picks by its first argument. A plan
--- over the parent would lock every partition, and so wait for whichever is being truncated; a statement made up at run
--- time would be planned at every call. This way a session plans each slot once and touches one partition.
-CREATE FUNCTION {schema}.create_slot_functions(p_ring text, p_name text, p_arguments text, p_returns text, p_template text) RETURNS void
+-- One function a slot, from a template with <slot> in it, and one named p_name that picks by its first argument; p_otherwise
+-- is for a number that no slot has. A plan over the parent would lock every partition, and so wait for whichever is being
+-- truncated; a statement made up at run time would be planned at every call. This way a session plans each slot once and
+-- touches one partition.
+CREATE FUNCTION {schema}.create_slot_functions(
+    p_ring text, p_name text, p_arguments text, p_returns text, p_template text,
+    p_otherwise text DEFAULT 'RAISE case_not_found;'
+) RETURNS void
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_slot smallint;
@@ -55,7 +59,7 @@ BEGIN
     INTO v_branches
     FROM unnest(v_slots) AS s;
     EXECUTE format('CREATE FUNCTION %I.%I(p_slot smallint, %s) RETURNS %s LANGUAGE plpgsql AS %L',
-        {schema_literal}, p_name, p_arguments, p_returns, E'BEGIN\n    CASE p_slot\n' || v_branches || E'\n    END CASE;\nEND');
+        {schema_literal}, p_name, p_arguments, p_returns, E'BEGIN\n    CASE p_slot\n' || v_branches || E'\n    ELSE ' || p_otherwise || E'\n    END CASE;\nEND');
 END
 $function$;
 

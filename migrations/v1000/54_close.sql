@@ -21,6 +21,12 @@ BEGIN
     PERFORM {schema}.lock_claim_batches(p_receipt_ids);
 
     FOR v_n IN 1 .. cardinality(p_receipt_ids) LOOP
+        IF NOT EXISTS (SELECT FROM {schema}.claim_ring_slots AS s WHERE s.slot = p_claim_slots[v_n]) THEN
+            place := v_n;
+            reason := {schema}.why_lost(p_claim_slots[v_n], p_receipt_ids[v_n], p_job_ids[v_n], p_run_leases[v_n]);
+            RETURN NEXT;
+            CONTINUE;
+        END IF;
         -- Proof: as in complete; a receipt named twice finds its own closure the second time.
         EXECUTE format(
             'SELECT b.batch_id, b.lane_id, b.ready_slot, b.ready_generation, b.has_unique, b.claimed_at,
