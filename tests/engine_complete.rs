@@ -485,7 +485,7 @@ async fn runs_of_one_call_share_a_closure_and_those_that_overlap_win_once() {
 async fn a_run_releases_the_unique_keys_of_its_jobs() {
     let db = Db::new().await;
     let s = db.session().await;
-    s.exec("SELECT @enqueue('k', 'q', unique_key => decode(g::text, 'escape')) FROM generate_series(1, 5) AS g").await;
+    s.exec("SELECT @enqueue('k', 'q', unique_key => decode(g::text, 'escape'), unique_states => B'11100000') FROM generate_series(1, 5) AS g").await;
     let a = attempts(&s.claim("q", 5).await);
     assert_eq!(s.complete_runs(&[&a[1..4]]).await, []);
     assert_eq!(s.one::<i64>("SELECT count(*) FROM @job_unique_claims").await, 2);

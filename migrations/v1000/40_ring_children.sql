@@ -47,15 +47,16 @@ DECLARE
     v_slots smallint[];
     v_names text;
     v_branches text;
+    v_return text := CASE WHEN p_returns LIKE 'SETOF %' THEN 'RETURN QUERY SELECT * FROM' ELSE 'RETURN' END;
 BEGIN
     SELECT array_agg(s.slot ORDER BY s.slot) INTO v_slots FROM {schema}.ring_slot_numbers(p_ring) AS s (slot);
     FOREACH v_slot IN ARRAY v_slots LOOP
         EXECUTE format('CREATE FUNCTION %I.%I(%s) RETURNS %s LANGUAGE plpgsql AS %L',
             {schema_literal}, p_name || '_' || v_slot, p_arguments, p_returns, replace(p_template, '<slot>', v_slot::text));
     END LOOP;
-    SELECT string_agg(split_part(trim(a), ' ', 1), ', ' ORDER BY n) INTO v_names
+    SELECT string_agg(split_part(btrim(a, E' \n'), ' ', 1), ', ' ORDER BY n) INTO v_names
     FROM string_to_table(p_arguments, ',') WITH ORDINALITY AS t (a, n);
-    SELECT string_agg(format('    WHEN %s THEN RETURN %I.%I(%s);', s, {schema_literal}, p_name || '_' || s, v_names), E'\n' ORDER BY s)
+    SELECT string_agg(format('    WHEN %s THEN %s %I.%I(%s);', s, v_return, {schema_literal}, p_name || '_' || s, v_names), E'\n' ORDER BY s)
     INTO v_branches
     FROM unnest(v_slots) AS s;
     EXECUTE format('CREATE FUNCTION %I.%I(p_slot smallint, %s) RETURNS %s LANGUAGE plpgsql AS %L',
