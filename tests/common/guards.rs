@@ -33,6 +33,14 @@ const GUARDS: &[(&str, &str, &str)] = &[
     ("job_predicate", "b.job_ids[(i.receipt_id & 1023) + 1] = i.job_id", "true"),
     ("lease_predicate", "coalesce(b.run_lease, b.run_leases[(i.receipt_id & 1023) + 1]) = i.run_lease", "true"),
     ("closure_predicate", "c.batch_id = i.receipt_id >> 10 AND c.receipt_ranges @> i.receipt_id)", "false)"),
+    ("run_job_predicate", "b.job_ids[r.index + 1 : r.index + r.length] = p_job_ids[r.start + 1 : r.stop]", "true"),
+    ("run_lease_predicate", "AND b.run_lease = r.run_lease", ""),
+    (
+        "run_closure_predicate",
+        "AND c.receipt_ranges && int8range(r.first_receipt, r.first_receipt + r.length))",
+        "AND false)",
+    ),
+    ("runs_disjoint", "v_disjoint AND p_first_receipts[n] > v_last", "true"),
     (
         "close_predicate",
         "AND NOT EXISTS (SELECT FROM %1$I.%3$I AS c WHERE c.batch_id = b.batch_id AND c.receipt_ranges @> $1)",
@@ -42,6 +50,11 @@ const GUARDS: &[(&str, &str, &str)] = &[
         "batch_lock",
         "PERFORM pg_advisory_xact_lock('{schema}.lease_claim_batches'::regclass::oid::integer, k.key)",
         "PERFORM k.key",
+    ),
+    (
+        "batch_lock",
+        "pg_advisory_xact_lock('{schema}.lease_claim_batches'::regclass::oid::integer, ((p_receipt_ids[1] >> 10) & 2147483647)::integer) IS NULL",
+        "NULL",
     ),
     (
         "batch_lock_order",

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use futures_util::future::BoxFuture;
 
 use crate::engine::enqueue::NewJob;
-use crate::engine::worker::{Job, JobContext, Outcome, RawJson, Worker};
+use crate::engine::worker::{Job, JobContext, Outcome, Worker};
 
 /// One entry a job, by the number in its args.
 pub(super) struct Ledger {
@@ -112,7 +112,7 @@ pub(super) fn jobs(numbers: std::ops::Range<usize>, payload: usize) -> Vec<NewJo
         .map(|n| {
             // The number comes first in jsonb's order too: shorter keys are before longer ones, and n before p.
             let args = format!(r#"{{"n": {n}, "p": "{filler}"}}"#);
-            let mut job = NewJob::new(KIND, RawJson::from_json(&args).unwrap_or_default());
+            let mut job = NewJob::new(KIND, serde_json::from_str(&args).unwrap_or_default());
             job.queue = QUEUE.into();
             job
         })

@@ -22,7 +22,7 @@ pub struct QueueOptions {
     pub name: String,
     /// Jobs at the same time.
     pub workers: usize,
-    /// Jobs claimed ahead of a free worker; `None` is as many as workers, at most 256.
+    /// Jobs claimed ahead of a free worker; `None` is as many as workers, and up to 256 while that keeps them busy.
     pub prefetch: Option<usize>,
     /// How long an attempt may take.
     pub deadline: Option<Duration>,
