@@ -10,6 +10,7 @@ pub mod completions;
 pub mod confirm;
 pub mod context;
 pub mod contexts;
+pub mod cron;
 pub mod demo;
 pub mod enqueue;
 pub mod exit;
@@ -49,6 +50,7 @@ pub enum Command {
     RunWorkers(run_workers::Args),
     Maintenance(maintenance::Args),
     Enqueue(enqueue::Args),
+    Cron(cron::Args),
     Inspect(inspect::Args),
     Bench(bench::Args),
     Completions(completions::Args),
@@ -62,6 +64,7 @@ async fn run(command: Command, context: &Context) -> anyhow::Result<ExitCode> {
         Command::RunWorkers(args) => run_workers::run(args, context).await,
         Command::Maintenance(args) => maintenance::run(args, context).await,
         Command::Enqueue(args) => enqueue::run(args, context).await,
+        Command::Cron(args) => cron::run(args, context).await,
         Command::Inspect(args) => inspect::run(args, context).await,
         Command::Bench(args) => bench::run(args, context).await,
         Command::Completions(args) => completions::run(&args, context),
