@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use awactl::engine::cron::{self, Definition, Passed, Put};
 use awactl::engine::maintenance::{Maintenance, MaintenanceOptions};
+use awactl::engine::worker::RawJson;
 use awactl::engine::{EngineError, Schema, Target};
 use common::*;
 
@@ -69,28 +70,10 @@ async fn of_two_leaders_at_one_due_time_the_second_is_told_that_it_lost() {
     a.exec("BEGIN").await;
     assert_eq!(a.one::<String>(&fire("c", revision)).await, "fired");
     // Not waited for: the other tasks of b's maintenance go on.
-    assert_eq!(tokio::time::timeout(Duration::from_secs(60), pass(&b)).await.expect("does not wait"), skipped("busy"));
+    assert_eq!(tokio::time::timeout(Duration::from_secs(20), pass(&b)).await.expect("does not wait"), skipped("busy"));
     a.exec("COMMIT").await;
     assert_eq!(b.one::<String>(&fire("c", revision)).await, "lost");
     assert_eq!(pass(&b).await, Passed::default());
-    assert_eq!(jobs_made(&a).await, 1);
-}
-
-#[tokio::test]
-async fn of_two_leaders_that_reach_the_row_at_once_one_fires() {
-    let db = Db::new().await;
-    let (a, b, gate) = (db.session().await, db.session().await, db.session().await);
-    let revision = due_once(&a, "c").await;
-    // Both have taken their snapshots before either has locked the row.
-    gate.exec("BEGIN; SELECT FROM @cron_jobs FOR UPDATE").await;
-    a.exec("BEGIN").await;
-    b.exec("BEGIN").await;
-    gate.exec("COMMIT").await;
-    let (first, second) = tokio::join!(a.spawn(&fire("c", revision)), b.spawn(&fire("c", revision)));
-    let outcomes = [first, second].map(|rows| rows.unwrap().unwrap()[0].get::<_, String>(0));
-    assert_eq!(outcomes.iter().filter(|o| *o == "fired").count(), 1, "{outcomes:?}");
-    a.exec("COMMIT").await;
-    b.exec("COMMIT").await;
     assert_eq!(jobs_made(&a).await, 1);
 }
 
@@ -149,7 +132,7 @@ async fn nothing_is_fired_after_pausing_has_returned() {
     assert!(pausing.await.unwrap().unwrap()[0].get::<_, bool>(0));
     assert_eq!(jobs_made(&leader).await, 1);
 
-    rewind(&leader, "c", "clock_timestamp() - interval '5 hours'").await;
+    rewind(&leader, "c", "clock_timestamp() - interval '5 years'").await;
     assert_eq!(pass(&leader).await, Passed::default(), "a paused one is not due");
     let revision: i64 = leader.one("SELECT revision FROM @cron_jobs").await;
     assert_eq!(leader.one::<String>(&fire("c", revision)).await, "paused");
@@ -408,8 +391,8 @@ async fn a_definition_that_could_never_fire_is_refused_with_its_field() {
         (Definition { timezone: "Mars/Olympus".into(), ..good.clone() }, "timezone"),
         (Definition { kind: String::new(), ..good.clone() }, "kind"),
         (Definition { priority: 70_000, ..good.clone() }, "priority"),
-        (Definition { metadata: serde_json::json!([]), ..good.clone() }, "metadata"),
-        (Definition { args: serde_json::json!({"a": "\0"}), ..good }, "args"),
+        (Definition { metadata: RawJson::from_json("[]").unwrap(), ..good.clone() }, "metadata"),
+        (Definition { max_attempts: 0, ..good }, "max_attempts"),
     ];
     for (job, named) in cases {
         let error = cron::put(&s.client, &schema(), "c", &job, true).await.unwrap_err();

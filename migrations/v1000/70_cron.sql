@@ -227,17 +227,12 @@ $function$;
 -- NULL when there is none of that name; false when it already was so.
 CREATE FUNCTION {schema}.pause_cron(p_name text, p_paused boolean) RETURNS boolean
 LANGUAGE plpgsql AS $function$
-DECLARE
-    v_paused boolean;
 BEGIN
-    -- Lock: waits for a leader that is firing it, so that nothing is fired after pausing has returned.
-    SELECT c.paused INTO v_paused FROM {schema}.cron_jobs AS c WHERE c.name = p_name FOR UPDATE;
-    IF NOT FOUND THEN
-        RETURN NULL;
-    ELSIF v_paused = p_paused THEN
-        RETURN false;
+    -- Lock: the row's, by the write. Waits for a leader that is firing, so that nothing is fired after this has committed.
+    UPDATE {schema}.cron_jobs AS c SET paused = p_paused WHERE c.name = p_name AND c.paused <> p_paused;
+    IF FOUND THEN
+        RETURN true;
     END IF;
-    UPDATE {schema}.cron_jobs AS c SET paused = p_paused WHERE c.name = p_name;
-    RETURN true;
+    RETURN (SELECT false FROM {schema}.cron_jobs AS c WHERE c.name = p_name);
 END
 $function$;

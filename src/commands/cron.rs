@@ -9,6 +9,7 @@ use super::output::{Table, thousands};
 use super::{Access, Context};
 use crate::engine::cron::{self, CronJob, Definition, Put};
 use crate::engine::enqueue::{DEFAULT_MAX_ATTEMPTS, DEFAULT_PRIORITY, DEFAULT_QUEUE};
+use crate::engine::worker::RawJson;
 use crate::engine::{Schema, Session};
 
 /// List, add, remove, pause and trigger cron jobs
@@ -162,7 +163,7 @@ struct Added {
 
 async fn add(args: AddArgs, context: &Context) -> anyhow::Result<ExitCode> {
     let json = |field: &str, text: &str| {
-        serde_json::from_str(text).map_err(|e| {
+        RawJson::from_json(text).map_err(|e| {
             CommandError::usage(format!("{field} is not usable"), e.to_string(), "give JSON, in quotes for the shell")
         })
     };

@@ -1,7 +1,8 @@
 //! What is kept about a cron job, and the changes to it. Each is one SQL call; the database's clock says when it begins.
 
 use chrono::{DateTime, Utc};
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
 use tokio_postgres::Client;
 
 use super::schedule::Schedule;
@@ -11,7 +12,7 @@ use crate::engine::schema::Schema;
 use crate::engine::worker::RawJson;
 
 /// A cron job as it is defined, on the command line or in `workers.yaml`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, expecting = "a map with `schedule` and `kind`")]
 pub struct Definition {
     /// A cron expression.
@@ -22,16 +23,16 @@ pub struct Definition {
     pub kind: String,
     #[serde(default = "default_queue")]
     pub queue: String,
-    #[serde(default = "empty_object")]
-    pub args: serde_json::Value,
+    #[serde(default, deserialize_with = "json")]
+    pub args: RawJson,
     #[serde(default = "default_priority")]
     pub priority: i32,
     #[serde(default = "default_max_attempts")]
     pub max_attempts: i32,
     #[serde(default)]
     pub tags: Vec<String>,
-    #[serde(default = "empty_object")]
-    pub metadata: serde_json::Value,
+    #[serde(default, deserialize_with = "json")]
+    pub metadata: RawJson,
 }
 
 fn utc() -> String {
@@ -50,8 +51,10 @@ fn default_max_attempts() -> i32 {
     DEFAULT_MAX_ATTEMPTS.into()
 }
 
-fn empty_object() -> serde_json::Value {
-    serde_json::Value::Object(serde_json::Map::new())
+/// JSON out of any format.
+fn json<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<RawJson, D::Error> {
+    let value = serde_json::Value::deserialize(deserializer)?;
+    RawJson::from_serialize(&value).map_err(D::Error::custom)
 }
 
 impl Definition {
@@ -62,11 +65,11 @@ impl Definition {
             timezone: utc(),
             kind: kind.into(),
             queue: default_queue(),
-            args: empty_object(),
+            args: RawJson::EMPTY_OBJECT,
             priority: default_priority(),
             max_attempts: default_max_attempts(),
             tags: Vec::new(),
-            metadata: empty_object(),
+            metadata: RawJson::EMPTY_OBJECT,
         }
     }
 
@@ -100,9 +103,6 @@ pub enum Put {
 pub async fn put(client: &Client, schema: &Schema, name: &str, job: &Definition, replace: bool) -> Result<Put> {
     let now = client.query_one("SELECT clock_timestamp()", &[]).await?.try_get(0)?;
     job.check_comes_due(now)?;
-    let json = |field: &str, value: &serde_json::Value| {
-        RawJson::from_serialize(value).map_err(|e| EngineError::invalid(field, e.to_string()))
-    };
     let sql = schema.render("SELECT {schema}.put_cron_job($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)");
     let row = client
         .query_one(
@@ -113,11 +113,11 @@ pub async fn put(client: &Client, schema: &Schema, name: &str, job: &Definition,
                 &job.timezone,
                 &job.kind,
                 &job.queue,
-                &json("args", &job.args)?,
+                &job.args,
                 &job.priority,
                 &job.max_attempts,
                 &job.tags,
-                &json("metadata", &job.metadata)?,
+                &job.metadata,
                 &replace,
             ],
         )
@@ -186,11 +186,11 @@ pub async fn list(client: &Client, schema: &Schema) -> Result<Vec<CronJob>> {
                 timezone: row.try_get("timezone")?,
                 kind: row.try_get("kind")?,
                 queue: row.try_get("queue")?,
-                args: row.try_get("args")?,
+                args: shown(&row.try_get("args")?),
                 priority: row.try_get("priority")?,
                 max_attempts: row.try_get("max_attempts")?,
                 tags: row.try_get("tags")?,
-                metadata: row.try_get("metadata")?,
+                metadata: shown(&row.try_get("metadata")?),
                 paused: row.try_get("paused")?,
                 next_due_at: None,
                 last_due_at: row.try_get("last_enqueued_at")?,
@@ -211,6 +211,11 @@ pub async fn list(client: &Client, schema: &Schema) -> Result<Vec<CronJob>> {
             Ok(job)
         })
         .collect()
+}
+
+/// jsonb holds numbers that no float does; such a document is shown as its text.
+fn shown(json: &RawJson) -> serde_json::Value {
+    json.parse().unwrap_or_else(|_| json.as_str().into())
 }
 
 /// Forgets it; jobs that it made stay. Says whether it was there.
