@@ -74,24 +74,26 @@ BEGIN
             USING ERRCODE = 'check_violation', COLUMN = 'name';
     END IF;
     PERFORM {schema}.check_job(p_kind, p_queue, p_args, p_priority, p_max_attempts, p_tags, p_metadata, NULL);
-    INSERT INTO {schema}.cron_jobs (
-        name, cron_expr, timezone, kind, queue, args, priority, max_attempts, tags, metadata)
-    VALUES (
-        p_name, p_cron_expr, p_timezone, p_kind, p_queue, p_args, p_priority, p_max_attempts, coalesce(p_tags, '{}'),
-        coalesce(p_metadata, '{}'))
-    ON CONFLICT (name) DO NOTHING;
-    IF FOUND THEN
-        RETURN 'added';
-    END IF;
-    -- Lock: of two that change it, the second compares with what the first wrote.
-    SELECT c.* INTO v_old FROM {schema}.cron_jobs AS c WHERE c.name = p_name FOR UPDATE;
-    IF NOT FOUND THEN
-        RAISE EXCEPTION 'cron job % was removed at the same time', p_name USING ERRCODE = 'serialization_failure';
-    ELSIF (v_old.cron_expr, v_old.timezone, v_old.kind, v_old.queue, v_old.args, v_old.priority, v_old.max_attempts,
-           v_old.tags, v_old.metadata)
+    LOOP
+        INSERT INTO {schema}.cron_jobs (
+            name, cron_expr, timezone, kind, queue, args, priority, max_attempts, tags, metadata)
+        VALUES (
+            p_name, p_cron_expr, p_timezone, p_kind, p_queue, p_args, p_priority, p_max_attempts, coalesce(p_tags, '{}'),
+            coalesce(p_metadata, '{}'))
+        ON CONFLICT (name) DO NOTHING;
+        IF FOUND THEN
+            RETURN 'added';
+        END IF;
+        -- Lock: the row, so that of two that change it the second compares with what the first wrote.
+        SELECT c.* INTO v_old FROM {schema}.cron_jobs AS c WHERE c.name = p_name FOR UPDATE;
+        EXIT WHEN FOUND;
+        -- It was removed between the two statements: try again.
+    END LOOP;
+    IF (v_old.cron_expr, v_old.timezone, v_old.kind, v_old.queue, v_old.args, v_old.priority, v_old.max_attempts,
+        v_old.tags, v_old.metadata)
         IS NOT DISTINCT FROM
-          (p_cron_expr, p_timezone, p_kind, p_queue, p_args, p_priority, p_max_attempts, coalesce(p_tags, '{}'),
-           coalesce(p_metadata, '{}')) THEN
+       (p_cron_expr, p_timezone, p_kind, p_queue, p_args, p_priority, p_max_attempts, coalesce(p_tags, '{}'),
+        coalesce(p_metadata, '{}')) THEN
         RETURN 'unchanged';
     ELSIF NOT p_replace THEN
         RETURN 'exists';

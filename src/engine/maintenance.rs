@@ -162,7 +162,7 @@ impl Task {
             Self::Cron => {
                 let passed = cron::pass(client, schema).await?;
                 report.cron_fired += passed.fired;
-                report.cron_missed += passed.missed;
+                report.cron_missed += passed.missed.unsigned_abs();
                 for (reason, n) in passed.skipped {
                     *report.skipped.entry(format!("cron: {reason}")).or_default() += n;
                 }

@@ -6,18 +6,19 @@
 //! that dies on the way has done nothing. Guarded by `tests/engine_cron.rs`.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
 use tokio_postgres::{Client, Statement};
 
 use super::schedule::Schedule;
-use crate::engine::error::{EngineError, Result, chain, is_connection_loss};
+use crate::engine::error::{EngineError, Result};
 use crate::engine::schema::Schema;
 
-/// Jobs a pass looks at, and occurrences of one that it counts: the other tasks of the leader must not wait for long.
-const MAX_JOBS: i32 = 500;
-const MAX_OCCURRENCES: usize = 20_000;
+/// A pass goes no further than this, and the next one goes on: the other tasks of the leader must not wait for long.
+const MAX_JOBS: i32 = 1000;
+const MAX_OCCURRENCES: usize = 5000;
+const MAX_TIME: Duration = Duration::from_millis(500);
 
 /// When one that cannot be computed or enqueued is looked at again.
 const RETRY_IN: Duration = Duration::from_secs(30);
@@ -27,19 +28,11 @@ const RETRY_IN: Duration = Duration::from_secs(30);
 pub struct Passed {
     pub fired: u64,
     /// Occurrences that made no job.
-    pub missed: u64,
+    pub missed: i64,
     /// Passed over: somebody else was first, or it was paused or edited meanwhile; by reason.
     pub skipped: BTreeMap<String, u64>,
     /// Why what could not be fired, by name.
     pub failed: BTreeMap<String, String>,
-}
-
-/// One that was due, and what came of it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Fired {
-    pub outcome: String,
-    pub job_id: Option<i64>,
-    pub error: Option<String>,
 }
 
 struct Due {
@@ -63,6 +56,7 @@ struct Step {
 /// Fires everything that is due now. One that fails does not keep the others back.
 pub async fn pass(client: &Client, schema: &Schema) -> Result<Passed> {
     let mut passed = Passed::default();
+    let started = Instant::now();
     let sql =
         schema.render("SELECT name, cron_expr, timezone, revision, after_at, now_at FROM {schema}.due_cron_jobs($1)");
     let rows = client.query(&sql, &[&MAX_JOBS]).await?;
@@ -70,10 +64,7 @@ pub async fn pass(client: &Client, schema: &Schema) -> Result<Passed> {
         return Ok(passed);
     }
     let fire = client
-        .prepare(
-            &schema
-                .render("SELECT outcome, job_id, error FROM {schema}.fire_cron($1, $2, $3, $4, $5, to_timestamp($6))"),
-        )
+        .prepare(&schema.render("SELECT outcome, error FROM {schema}.fire_cron($1, $2, $3, $4, $5, to_timestamp($6))"))
         .await?;
     for row in rows {
         let due = Due {
@@ -85,37 +76,21 @@ pub async fn pass(client: &Client, schema: &Schema) -> Result<Passed> {
             now: row.try_get(5)?,
         };
         let outcome = match Schedule::parse(&due.cron_expr, &due.timezone) {
-            Ok(schedule) => {
-                let step = step(&schedule, due.after, due.now);
-                let fired = run(client, &fire, &due, &step).await;
-                if let Ok(Fired { outcome, error, .. }) = &fired {
-                    match outcome.as_str() {
-                        "fired" => {
-                            passed.fired += 1;
-                            passed.missed += step.missed.unsigned_abs();
-                        }
-                        "refused" => {
-                            passed.missed += step.missed.unsigned_abs() + 1;
-                            passed.failed.insert(due.name.clone(), error.clone().unwrap_or_default());
-                        }
-                        "moved" => passed.missed += step.missed.unsigned_abs(),
-                        reason => *passed.skipped.entry(reason.to_owned()).or_default() += 1,
-                    }
-                }
-                fired.map(|_| ())
-            }
+            Ok(schedule) => run(client, &fire, &due, &step(&schedule, due.after, due.now), &mut passed).await,
             Err(error) => Err(error),
         };
         match outcome {
             Ok(()) => {}
             Err(error @ EngineError::Unreachable { .. }) => return Err(error),
             Err(error) => {
+                let error = error.to_string();
                 note(client, schema, &due, &error).await?;
-                passed.failed.insert(due.name, error.to_string());
+                passed.failed.insert(due.name, error);
             }
         }
-        // Computing many occurrences must not keep the runtime's thread.
-        tokio::task::yield_now().await;
+        if started.elapsed() > MAX_TIME {
+            break;
+        }
     }
     Ok(passed)
 }
@@ -141,19 +116,28 @@ fn step(schedule: &Schedule, after: DateTime<Utc>, now: DateTime<Utc>) -> Step {
     }
 }
 
-async fn run(client: &Client, fire: &Statement, due: &Due, step: &Step) -> Result<Fired> {
+async fn run(client: &Client, fire: &Statement, due: &Due, step: &Step, passed: &mut Passed) -> Result<()> {
     let next = step.next.map_or(f64::INFINITY, |at| at.timestamp() as f64);
     let row =
         client.query_one(fire, &[&due.name, &due.revision, &step.through, &step.fire, &step.missed, &next]).await?;
-    Ok(Fired { outcome: row.try_get(0)?, job_id: row.try_get(1)?, error: row.try_get(2)? })
+    match row.try_get(0)? {
+        "fired" => {
+            passed.fired += 1;
+            passed.missed += step.missed;
+        }
+        "refused" => {
+            passed.missed += step.missed + 1;
+            passed.failed.insert(due.name.clone(), row.try_get(1)?);
+        }
+        "moved" => passed.missed += step.missed,
+        reason => *passed.skipped.entry(reason.to_owned()).or_default() += 1,
+    }
+    Ok(())
 }
 
-async fn note(client: &Client, schema: &Schema, due: &Due, error: &EngineError) -> Result<()> {
-    let text = match error {
-        EngineError::Database(source) if !is_connection_loss(source) => chain(source),
-        other => other.to_string(),
-    };
+/// Keeps the reason where an operator looks for it.
+async fn note(client: &Client, schema: &Schema, due: &Due, error: &str) -> Result<()> {
     let sql = schema.render("SELECT {schema}.note_cron_error($1, $2, $3, make_interval(secs => $4))");
-    client.query_one(&sql, &[&due.name, &due.revision, &text, &RETRY_IN.as_secs_f64()]).await?;
+    client.query_one(&sql, &[&due.name, &due.revision, &error, &RETRY_IN.as_secs_f64()]).await?;
     Ok(())
 }

@@ -6,5 +6,5 @@ mod fire;
 mod schedule;
 
 pub use definition::{CronJob, Definition, Put, list, pause, put, remove, trigger};
-pub use fire::{Fired, Passed, pass};
+pub use fire::{Passed, pass};
 pub use schedule::Schedule;
