@@ -1,6 +1,6 @@
 //! `awactl cron`: jobs by a schedule.
 
-use chrono::{DateTime, SecondsFormat, Utc};
+use chrono::{DateTime, Utc};
 use clap::Subcommand;
 use serde::Serialize;
 
@@ -142,7 +142,7 @@ async fn list(context: &Context) -> anyhow::Result<ExitCode> {
 }
 
 fn time(at: Option<DateTime<Utc>>) -> String {
-    at.map(|at| at.to_rfc3339_opts(SecondsFormat::Secs, true)).unwrap_or_default()
+    at.map(|at| at.format("%F %TZ").to_string()).unwrap_or_default()
 }
 
 /// One time it would come due.
