@@ -8,6 +8,7 @@ pub mod complete;
 pub mod connect;
 pub mod conninfo;
 pub mod counts;
+pub mod cron;
 pub mod dead_tuples;
 pub mod duration;
 pub mod embedded;

@@ -125,6 +125,19 @@ const GUARDS: &[(&str, &str, &str)] = &[
         "IF false THEN",
     ),
     ("prepared_holder", "AND NOT EXISTS (SELECT FROM unnest(v_producers) AS p WHERE p LIKE '-1/%')", ""),
+    ("cron_revision", "IF v_job.revision <> p_revision THEN", "IF false THEN"),
+    ("cron_paused", "ELSIF v_job.paused THEN", "ELSIF false THEN"),
+    ("cron_clock", "ELSIF p_through > clock_timestamp() THEN", "ELSIF false THEN"),
+    ("cron_row_lock", "WHERE c.name = p_name FOR UPDATE SKIP LOCKED;", "WHERE c.name = p_name;"),
+    ("cron_no_wait", "WHERE c.name = p_name FOR UPDATE SKIP LOCKED;", "WHERE c.name = p_name FOR UPDATE;"),
+    (
+        "cron_refused",
+        "WHEN integrity_constraint_violation OR data_exception OR program_limit_exceeded THEN",
+        "WHEN division_by_zero THEN",
+    ),
+    ("cron_new_schedule", "(NEW.cron_expr, NEW.timezone) IS DISTINCT FROM (OLD.cron_expr, OLD.timezone) OR", ""),
+    ("cron_resume", "OR (OLD.paused AND NOT NEW.paused) THEN", "THEN"),
+    ("cron_0_5", "greatest(c.cursor_at, c.last_enqueued_at), clock_timestamp()", "c.cursor_at, clock_timestamp()"),
     ("key_order", "ORDER BY j.unique_key, j.ord", "ORDER BY random()"),
 ];
 
