@@ -25,6 +25,10 @@ use crate::engine::target::Target;
 const WARM: Duration = Duration::from_millis(20);
 const WARM_PAUSE: Duration = Duration::from_millis(1);
 
+/// A lane that is in another claim is asked again after this long, doubled each time in a row up to the longest.
+const FIRST_BUSY_PAUSE: Duration = Duration::from_millis(1);
+const LONGEST_BUSY_PAUSE: Duration = Duration::from_millis(50);
+
 /// Results that may wait for the database before claiming stops.
 const MAX_UNFLUSHED: usize = 4096;
 
@@ -153,17 +157,22 @@ impl Dispatcher {
         let mut last_work = Instant::now();
         let mut last_probe = Instant::now();
         let mut woken = false;
+        let mut busy_pause = FIRST_BUSY_PAUSE;
         while *phase.borrow_and_update() == Phase::Running {
             let free = tokio::select! {
                 free = self.room() => free,
-                _ = phase.changed() => continue,
+                _ = phase.wait_for(|p| *p > Phase::Running) => break,
             };
             let probe = woken || last_probe.elapsed() >= self.poll_interval;
             if probe {
                 last_probe = Instant::now();
             }
             woken = false;
-            match self.claim(free, probe).await {
+            let claimed = self.claim(free, probe, &mut phase).await;
+            if !matches!(&claimed, Ok(claims) if claims.busy && claims.jobs.is_empty()) {
+                busy_pause = FIRST_BUSY_PAUSE;
+            }
+            match claimed {
                 Ok(claims) if !claims.jobs.is_empty() => {
                     last_work = Instant::now();
                     self.bell.unregister(&self.queue);
@@ -173,7 +182,8 @@ impl Dispatcher {
                 }
                 Ok(claims) if claims.busy => {
                     Stats::add(&self.shared.stats.busy_claims, 1);
-                    tokio::time::sleep(jittered(WARM_PAUSE)).await;
+                    pause_for(jittered(busy_pause), &mut phase).await;
+                    busy_pause = (busy_pause * 2).min(LONGEST_BUSY_PAUSE);
                 }
                 Ok(_) => {
                     Stats::add(&self.shared.stats.empty_claims, 1);
@@ -182,11 +192,7 @@ impl Dispatcher {
                 Err(error) => {
                     Stats::add(&self.shared.stats.reconnects, 1);
                     tracing::warn!(queue = &*self.queue, error = %error, "could not claim");
-                    let pause = self.link.pause();
-                    tokio::select! {
-                        () = tokio::time::sleep(pause) => {}
-                        _ = phase.changed() => {}
-                    }
+                    pause_for(self.link.pause(), &mut phase).await;
                 }
             }
         }
@@ -207,13 +213,21 @@ impl Dispatcher {
         }
     }
 
-    async fn claim(&mut self, limit: usize, probe: bool) -> Result<Claims> {
+    /// Connecting is given up when the fleet drains. A claim that was sent is waited for until it aborts: its jobs are ours.
+    async fn claim(&mut self, limit: usize, probe: bool, phase: &mut watch::Receiver<Phase>) -> Result<Claims> {
         let shared = &self.shared;
         let options = ClaimOptions { deadline: self.deadline, probe };
-        let outcome = match self.link.ready().await {
+        let ready = tokio::select! {
+            ready = self.link.ready() => ready,
+            _ = phase.wait_for(|p| *p > Phase::Running) => return Ok(Claims::default()),
+        };
+        let outcome = match ready {
             Ok((client, claim)) => {
                 let intern = |kind: &str| shared.registry.intern(kind);
-                within(claim.run(client, &self.queue, limit, &shared.instance, options, intern)).await
+                tokio::select! {
+                    claims = within(claim.run(client, &self.queue, limit, &shared.instance, options, intern)) => claims,
+                    _ = phase.wait_for(|p| *p == Phase::Aborting) => return Ok(Claims::default()),
+                }
             }
             Err(error) => Err(error),
         };
@@ -227,20 +241,12 @@ impl Dispatcher {
     /// whether somebody did.
     async fn idle(&self, last_work: Instant, phase: &mut watch::Receiver<Phase>) -> bool {
         if last_work.elapsed() < WARM {
-            tokio::time::sleep(WARM_PAUSE).await;
+            pause_for(WARM_PAUSE, phase).await;
             return false;
         }
-        let registered = self.bell.is_registered(&self.queue);
-        if !registered {
-            // Registered first, then one more claim: a job enqueued in between is either seen by it or rings the bell.
-            self.bell.register(&self.queue, self.poll_interval).await;
-            if self.bell.is_registered(&self.queue) {
-                return true;
-            }
-        }
         tokio::select! {
-            rung = self.bell.rung(&self.queue, self.poll_interval) => rung,
-            _ = phase.changed() => false,
+            rung = self.bell.sleep(&self.queue, self.poll_interval) => rung,
+            _ = phase.wait_for(|p| *p > Phase::Running) => false,
         }
     }
 
@@ -276,6 +282,14 @@ impl Dispatcher {
             let result = Ended::of(outcome, ctx.job(), ctx.take_progress());
             shared.finish(Finished { receipt, result });
         });
+    }
+}
+
+/// Sleeps, but not over the end of the fleet.
+async fn pause_for(pause: Duration, phase: &mut watch::Receiver<Phase>) {
+    tokio::select! {
+        () = tokio::time::sleep(pause) => {}
+        _ = phase.wait_for(|p| *p > Phase::Running) => {}
     }
 }
 
