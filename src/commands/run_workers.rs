@@ -15,7 +15,8 @@ use crate::engine::{EngineError, connect, duration, migrate};
 /// Run jobs until SIGTERM or Ctrl-C
 ///
 /// The first signal drains: nothing more is claimed, running jobs may end within --shutdown-timeout, what is not started is
-/// handed back, every result is written, exit 0. A second signal exits at once with 130; what ran then is rescued later.
+/// handed back, every result is written, exit 0; exit 1 if the database did not take some of them in time. A second signal
+/// exits at once with 143 (SIGTERM) or 130 (SIGINT) and kills the programs that run; their jobs are rescued later.
 /// Runs maintenance too; of all processes that do, one leads.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -100,6 +101,14 @@ pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
         signal = signals.next() => exit_now(context, signal),
     };
     context.output.print(&stats, stats_table)?;
+    if stats.unwritten > 0 {
+        let results = if stats.unwritten == 1 { "result" } else { "results" };
+        context.note(&format!(
+            "{} {results} could not be written; their attempts stay open until they are rescued, and run again",
+            thousands(stats.unwritten as i64)
+        ));
+        return Ok(ExitCode::Failed);
+    }
     Ok(ExitCode::Done)
 }
 
@@ -154,7 +163,11 @@ async fn wait_for_schema(context: &Context, signals: &mut Signals) -> anyhow::Re
             let session = connect(target).await?;
             migrate::require_current(&session, &target.schema).await
         };
-        match checked.await {
+        let checked = tokio::select! {
+            checked = checked => checked,
+            _ = signals.next() => return Ok(false),
+        };
+        match checked {
             Ok(()) => return Ok(true),
             Err(error @ EngineError::Unreachable { .. }) => {
                 if !told {
@@ -182,5 +195,6 @@ fn stats_table(stats: &StatsNow) -> Table {
         ("snoozed", number(stats.snoozed)),
         ("handed back", number(stats.handed_back)),
         ("results that lost", number(stats.lost)),
+        ("results not written", number(stats.unwritten)),
     ])
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::completer::Completer;
 use super::config::QueueConfig;
@@ -15,6 +16,12 @@ use super::listener::Listener;
 use super::stats::{Stats, StatsNow};
 use crate::engine::maintenance::{Maintenance, MaintenanceOptions};
 use crate::engine::target::Target;
+
+/// How long the last results may take when running jobs used up the shutdown timeout.
+const LAST_WRITES: Duration = Duration::from_secs(3);
+
+/// How long what should end at once may take.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// One queue to work on.
 #[derive(Debug, Clone)]
@@ -71,6 +78,7 @@ pub fn instance_name() -> String {
 /// A running fleet. Dropping it without [`Fleet::shut_down`] leaves its attempts open until they are rescued.
 pub struct Fleet {
     phase: watch::Sender<Phase>,
+    enough: watch::Sender<bool>,
     stats: Arc<Stats>,
     dispatchers: JoinSet<()>,
     completer: tokio::task::JoinHandle<()>,
@@ -78,6 +86,7 @@ pub struct Fleet {
     maintenance: Option<Maintenance>,
     bell: super::listener::Bell,
     shutdown_timeout: Duration,
+    longest_grace: Duration,
 }
 
 impl Fleet {
@@ -86,9 +95,12 @@ impl Fleet {
         let stats = Arc::new(Stats::default());
         let (phase, phase_seen) = watch::channel(Phase::Running);
         let (results, inbox) = unbounded_channel();
+        let (enough, told_enough) = watch::channel(false);
+        let longest_grace = registry.longest_grace();
         let unflushed = Arc::new(Unflushed::default());
         let flushed = Arc::clone(&unflushed);
-        let completer = Completer::new(target.clone(), Arc::clone(&stats), inbox, move |n| flushed.flushed(n));
+        let completer =
+            Completer::new(target.clone(), Arc::clone(&stats), inbox, told_enough, move |n| flushed.flushed(n));
         let names: Vec<Arc<str>> = options.queues.iter().map(|q| Arc::from(&*q.name)).collect();
         let (listener, bell) = Listener::new(target.clone(), names.iter().cloned(), Arc::clone(&stats));
         let shared = Arc::new(Shared {
@@ -107,6 +119,7 @@ impl Fleet {
         }
         Self {
             phase,
+            enough,
             stats,
             dispatchers,
             completer: tokio::spawn(completer.run()),
@@ -114,6 +127,7 @@ impl Fleet {
             maintenance: options.maintenance.map(|o| Maintenance::start(target, o)),
             bell,
             shutdown_timeout: options.shutdown_timeout,
+            longest_grace,
         }
     }
 
@@ -127,24 +141,38 @@ impl Fleet {
         Arc::clone(&self.stats)
     }
 
-    /// Stops claiming, lets running jobs end within the shutdown timeout, hands back the rest, writes every result.
+    /// Stops claiming, lets running jobs end within the shutdown timeout, hands back the rest, writes every result; those
+    /// that the database does not take in time are counted in [`StatsNow::unwritten`].
     pub async fn shut_down(mut self) -> StatsNow {
+        let end = Instant::now() + self.shutdown_timeout;
         self.phase.send_replace(Phase::Draining);
         self.bell.ring_all();
-        let all_ended = async { while self.dispatchers.join_next().await.is_some() {} };
-        if tokio::time::timeout(self.shutdown_timeout, all_ended).await.is_err() {
+        if timeout_at(end, self.all_ended()).await.is_err() {
             self.phase.send_replace(Phase::Aborting);
-            while self.dispatchers.join_next().await.is_some() {}
+            if timeout(self.longest_grace + PATIENCE, self.all_ended()).await.is_err() {
+                // One that blocks its thread hears nothing; waiting for it would be for ever.
+                tracing::error!("a handler does not stop; its attempt stays open until rescued");
+                self.dispatchers.shutdown().await;
+            }
         }
         // The dispatchers held the last senders, so the completer ends when all is written.
-        if let Err(error) = self.completer.await {
-            tracing::error!(error = %error, "the completer ended early");
+        if timeout_at(end.max(Instant::now() + LAST_WRITES), &mut self.completer).await.is_err() {
+            self.enough.send_replace(true);
+            if let Err(error) = self.completer.await {
+                tracing::error!(error = %error, "the completer ended early");
+            }
         }
         if let Some(maintenance) = self.maintenance {
             maintenance.stop().await;
         }
         drop(self.bell);
-        let _ = self.listener.await;
+        if timeout(PATIENCE, &mut self.listener).await.is_err() {
+            self.listener.abort();
+        }
         self.stats.now()
+    }
+
+    async fn all_ended(&mut self) {
+        while self.dispatchers.join_next().await.is_some() {}
     }
 }

@@ -41,6 +41,8 @@ counters! {
     handed_back,
     /// Results that lost: the attempt was over in the database.
     lost,
+    /// Results that could not be written: the database refused them, or was away when the fleet ended.
+    unwritten,
     /// Calls that write results.
     flushes,
     /// Connections that had to be made anew.
