@@ -27,8 +27,9 @@ fn assert_error(text: &str, parts: &[&str]) {
 fn everything_it_can_say_is_read() {
     let config = Config::parse(
         r#"
+max_workers: 40
 queues:
-  default: { workers: 8, deadline: 1h30m }
+  default: { workers: 8, deadline: 1h30m, rate_limit: 2.5, weight: 3 }
   plain: {}
   bare:
 handlers:
@@ -42,8 +43,11 @@ handlers:
     )
     .unwrap();
 
-    let default = QueueConfig { workers: 32, deadline: None };
-    assert_eq!(config.queues["default"], QueueConfig { workers: 8, deadline: Some(Duration::from_secs(5400)) });
+    assert_eq!(config.max_workers, Some(40));
+    let default = QueueConfig { workers: 32, deadline: None, rate_limit: None, weight: 1 };
+    let everything =
+        QueueConfig { workers: 8, deadline: Some(Duration::from_secs(5400)), rate_limit: Some(2.5), weight: 3 };
+    assert_eq!(config.queues["default"], everything);
     assert_eq!(config.queues["plain"], default);
     assert_eq!(config.queues["bare"], default);
 
@@ -93,7 +97,7 @@ fn unknown_names_come_with_what_is_allowed_the_place_and_a_guess() {
         &[
             "queues.default",
             "unknown field `worker`",
-            "`workers` or `deadline`",
+            "`workers`, `deadline`, `rate_limit`, `weight`",
             "line 3 column 5",
             "did you mean `workers`?",
         ],
@@ -103,7 +107,7 @@ fn unknown_names_come_with_what_is_allowed_the_place_and_a_guess() {
         &["handlers.a.builtin", "unknown builtin `nop`", "`flaky`", "line 2 column 17", "did you mean `noop`?"],
     );
     assert_error("handler: {}", &["unknown field `handler`", "did you mean `handlers`?"]);
-    assert_error("queues:\n  default: { rate_limit: 5 }", &["unknown field `rate_limit`", "`workers` or `deadline`"]);
+    assert_error("queues:\n  default: { rate_limit: 5 }", &["unknown field `rate_limit`", "`workers`, `deadline`, `rate_limit`, `weight`"]);
     assert_error("[1]", &["a map with `queues` and `handlers`"]);
     assert_error("queues: { q: 5 }", &["queues.q", "a map with `workers` and `deadline`"]);
     assert!(!error("zebra: {}").contains("did you mean"));
@@ -188,4 +192,21 @@ fn a_file_that_cannot_be_used_is_named() {
     file.write_all(b"queues: [\n").unwrap();
     let invalid = Config::load(file.path()).unwrap_err().to_string();
     assert!(invalid.contains(file.path().to_str().unwrap()) && invalid.contains("line "), "{invalid}");
+}
+
+#[test]
+fn rates_weights_and_the_common_limit_have_bounds() {
+    for (setting, part) in [
+        ("rate_limit: 0", "more than 0"),
+        ("rate_limit: -1", "jobs per second"),
+        ("rate_limit: .nan", "more than 0"),
+        ("rate_limit: many", "jobs per second"),
+        ("weight: 0", "1 to 1000"),
+        ("weight: 1.5", "1 to 1000"),
+    ] {
+        assert_error(&format!("queues: {{ a: {{ {setting} }} }}"), &[part]);
+    }
+    assert_error("max_workers: 0", &["1 to 4096"]);
+    let whole = Config::parse("queues: { a: { rate_limit: 10 } }").unwrap();
+    assert_eq!(whole.queues["a"].rate_limit, Some(10.0));
 }
