@@ -1,6 +1,5 @@
 //! `awactl run-workers`: the worker fleet's process.
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -9,7 +8,8 @@ use super::exit::{CommandError, ExitCode};
 use super::output::{Table, thousands};
 use super::signals::{Signals, exit_now};
 use super::{Access, Context};
-use crate::engine::worker::{Config, Fleet, FleetOptions, MAX_WORKERS, QueueConfig, QueueOptions, Registry, StatsNow};
+use crate::engine::maintenance::MaintenanceOptions;
+use crate::engine::worker::{Config, Fleet, FleetOptions, MAX_WORKERS, QueueOptions, Registry, StatsNow};
 use crate::engine::{EngineError, connect, duration, migrate};
 
 /// Run jobs until SIGTERM or Ctrl-C
@@ -35,6 +35,10 @@ pub struct Args {
     /// How long running jobs may go on after a signal
     #[arg(long, default_value = "30s", value_name = "DURATION", value_parser = parse_duration)]
     shutdown_timeout: Duration,
+
+    /// How long a job runs before the database is told that it lives, and again each time; 45s at most
+    #[arg(long, default_value = "15s", value_name = "DURATION", value_parser = parse_heartbeat)]
+    heartbeat_interval: Duration,
 
     /// Leave maintenance to other processes
     #[arg(long)]
@@ -70,17 +74,28 @@ fn parse_duration(text: &str) -> Result<Duration, String> {
     if parsed.is_zero() { Err("it must be longer than nothing".into()) } else { Ok(parsed) }
 }
 
+/// Two beats at least before a worker is taken for lost.
+fn parse_heartbeat(text: &str) -> Result<Duration, String> {
+    let longest = MaintenanceOptions::default().stale_after / 2;
+    match parse_duration(text)? {
+        interval if interval > longest => Err(format!("it must be at most {}", duration::format(longest))),
+        interval => Ok(interval),
+    }
+}
+
 pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
     // From the start, so that a signal during start-up is not the default's sudden end.
     let mut signals = Signals::listen()?;
-    let (queues, registry) = setting(&args)?;
+    let Setting { queues, max_workers, registry } = setting(&args)?;
     let resolved = context.target(Access::Change).await?;
     if !wait_for_schema(context, &mut signals).await? {
         return Ok(ExitCode::Done);
     }
 
     let mut options = FleetOptions::new(queues);
+    options.max_workers = max_workers.map(usize::from);
     options.poll_interval = args.poll_interval;
+    options.heartbeat_interval = args.heartbeat_interval;
     options.shutdown_timeout = args.shutdown_timeout;
     if args.no_maintenance {
         options.maintenance = None;
@@ -112,22 +127,22 @@ pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::Done)
 }
 
-/// The config's queues, changed by the flags, and the handlers.
-fn setting(args: &Args) -> anyhow::Result<(Vec<QueueOptions>, Registry)> {
-    let (mut queues, registry): (BTreeMap<String, QueueConfig>, Registry) = match &args.config {
-        Some(path) => {
-            let config = Config::load(path).map_err(|e| {
-                CommandError::usage(
-                    format!("{} is not usable", path.display()),
-                    e.to_string(),
-                    "see examples/workers.yaml",
-                )
-            })?;
-            let registry = config.registry()?;
-            (config.queues.into_iter().map(|(name, queue)| (name.to_string(), queue)).collect(), registry)
-        }
-        None => (BTreeMap::new(), Registry::new()),
+struct Setting {
+    queues: Vec<QueueOptions>,
+    max_workers: Option<u16>,
+    registry: Registry,
+}
+
+/// The config, its queues changed by the flags.
+fn setting(args: &Args) -> anyhow::Result<Setting> {
+    let config = match &args.config {
+        Some(path) => Config::load(path).map_err(|e| {
+            CommandError::usage(format!("{} is not usable", path.display()), e.to_string(), "see examples/workers.yaml")
+        })?,
+        None => Config::default(),
     };
+    let registry = config.registry()?;
+    let Config { mut queues, max_workers, .. } = config;
     for arg in &args.queues {
         let queue = queues.entry(arg.name.clone()).or_default();
         if let Some(workers) = arg.workers {
@@ -151,7 +166,7 @@ fn setting(args: &Args) -> anyhow::Result<(Vec<QueueOptions>, Registry)> {
         .into());
     }
     let queues = queues.into_iter().map(|(name, queue)| QueueOptions::of(name, &queue)).collect();
-    Ok((queues, registry))
+    Ok(Setting { queues, max_workers, registry })
 }
 
 /// Waits for a database that is down; says no when a signal came first.
@@ -193,6 +208,7 @@ fn stats_table(stats: &StatsNow) -> Table {
         ("cancelled", number(stats.cancelled)),
         ("retried", number(stats.retried)),
         ("snoozed", number(stats.snoozed)),
+        ("left waiting", number(stats.waiting)),
         ("handed back", number(stats.handed_back)),
         ("results that lost", number(stats.lost)),
         ("results not written", number(stats.unwritten)),

@@ -16,6 +16,7 @@ use crate::engine::claim::Receipt;
 use crate::engine::close::{Close, Closing, Ending};
 use crate::engine::complete::{Complete, Lost};
 use crate::engine::error::{EngineError, Result};
+use crate::engine::heartbeat::Heartbeat;
 use crate::engine::schema::Schema;
 use crate::engine::target::Target;
 
@@ -27,6 +28,8 @@ const MAX_FLUSH: usize = 2048;
 pub(super) struct Finished {
     pub receipt: Receipt,
     pub result: Ended,
+    /// The database may hold state of it.
+    pub beat: bool,
 }
 
 #[derive(Debug)]
@@ -44,6 +47,8 @@ impl Ended {
             Outcome::Retry { error, after } => (Ending::Retry(after), Some(error)),
             Outcome::Snooze(delay) => (Ending::Snooze(delay), None),
             Outcome::Cancel { reason } => (Ending::Cancelled, Some(reason)),
+            // Only where there was no context to register it with.
+            Outcome::WaitForCallback(_) => (Ending::Retry(None), Some("it has no callback to wait for".into())),
             Outcome::Unhandled => return Self::unhandled(job),
         };
         Self::Otherwise { ending, error, progress, handed_back: false }
@@ -103,11 +108,15 @@ impl Completer {
             }
             let count = batch.len();
             let mut completed = Vec::with_capacity(count);
+            let mut beaten = Vec::new();
             let mut closings = Vec::new();
             let mut handed_back = 0;
             for finished in batch.drain(..) {
                 match finished.result {
-                    Ended::Completed => completed.push(finished.receipt),
+                    Ended::Completed => {
+                        completed.push(finished.receipt);
+                        beaten.extend(finished.beat.then_some(finished.receipt));
+                    }
                     Ended::Otherwise { ending, error, progress, handed_back: back } => {
                         handed_back += usize::from(back);
                         closings.push(Closing { receipt: finished.receipt, ending, error, progress });
@@ -115,6 +124,10 @@ impl Completer {
                 }
             }
             self.complete(&completed).await;
+            if !beaten.is_empty() {
+                // What stays behind is trimmed some day.
+                let _ = self.attempt(Results::Beaten(&beaten), BATCH_TRIES).await;
+            }
             self.close(&closings).await;
             Stats::add(&self.stats.handed_back, handed_back);
             (self.flushed)(count);
@@ -284,15 +297,20 @@ fn may_pass(error: &EngineError) -> bool {
             if source.code().is_some_and(|code| ["53", "57", "58"].iter().any(|class| code.code().starts_with(class))))
 }
 
-/// The two calls a completer makes.
+/// The calls a completer makes.
 struct Writers {
     complete: Complete,
     close: Close,
+    heartbeat: Heartbeat,
 }
 
 impl Prepared for Writers {
     async fn prepare(client: &Client, schema: &Schema) -> Result<Self> {
-        Ok(Self { complete: Complete::prepare(client, schema).await?, close: Close::prepare(client, schema).await? })
+        Ok(Self {
+            complete: Complete::prepare(client, schema).await?,
+            close: Close::prepare(client, schema).await?,
+            heartbeat: Heartbeat::prepare(client, schema).await?,
+        })
     }
 }
 
@@ -300,19 +318,21 @@ impl Prepared for Writers {
 enum Results<'a> {
     Completed(&'a [Receipt]),
     Otherwise(&'a [Closing]),
+    /// Completed attempts whose state is to be forgotten.
+    Beaten(&'a [Receipt]),
 }
 
 impl Results<'_> {
     fn len(self) -> usize {
         match self {
-            Self::Completed(receipts) => receipts.len(),
+            Self::Completed(receipts) | Self::Beaten(receipts) => receipts.len(),
             Self::Otherwise(closings) => closings.len(),
         }
     }
 
     fn receipt(self, place: usize) -> Receipt {
         match self {
-            Self::Completed(receipts) => receipts[place],
+            Self::Completed(receipts) | Self::Beaten(receipts) => receipts[place],
             Self::Otherwise(closings) => closings[place].receipt,
         }
     }
@@ -322,6 +342,7 @@ impl Results<'_> {
         match self {
             Self::Completed(receipts) => Self::Completed(&receipts[place..=place]),
             Self::Otherwise(closings) => Self::Otherwise(&closings[place..=place]),
+            Self::Beaten(receipts) => Self::Beaten(&receipts[place..=place]),
         }
     }
 
@@ -329,6 +350,7 @@ impl Results<'_> {
         match self {
             Self::Completed(receipts) => writers.complete.run(client, receipts).await,
             Self::Otherwise(closings) => writers.close.run(client, closings).await,
+            Self::Beaten(receipts) => writers.heartbeat.forget(client, receipts).await.map(|()| Vec::new()),
         }
     }
 }

@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{Notify, Semaphore, watch};
 
+use super::attempts::Attempts;
+use super::callbacks::Callbacks;
 use super::completer::{Ended, Finished};
 use super::context::{CancelReason, JobContext};
 use super::fleet::QueueOptions;
@@ -15,6 +17,7 @@ use super::handler::{Registry, Worker};
 use super::link::{Link, Prepared, jittered, within};
 use super::listener::Bell;
 use super::outcome::Outcome;
+use super::pool::{Bucket, Pool};
 use super::stats::Stats;
 use crate::engine::claim::{Claim, ClaimOptions, Claimed, Claims, MAX_CLAIM};
 use crate::engine::error::Result;
@@ -50,6 +53,9 @@ pub(super) struct Shared {
     pub results: UnboundedSender<Finished>,
     pub unflushed: Arc<Unflushed>,
     pub phase: watch::Receiver<Phase>,
+    pub attempts: Arc<Attempts>,
+    pub callbacks: Arc<Callbacks>,
+    pub pool: Option<Arc<Pool>>,
 }
 
 /// Results handed over and not yet written.
@@ -117,6 +123,9 @@ impl Prepared for Claim {
 
 pub(super) struct Dispatcher {
     queue: Arc<str>,
+    /// The queue's number in the pool.
+    number: usize,
+    bucket: Option<Bucket>,
     deadline: Option<Duration>,
     /// Running and prefetched jobs at most.
     capacity: usize,
@@ -131,18 +140,21 @@ pub(super) struct Dispatcher {
 impl Dispatcher {
     pub fn new(
         target: Target,
-        queue: Arc<str>,
+        (number, queue): (usize, Arc<str>),
         options: &QueueOptions,
         poll_interval: Duration,
         bell: Bell,
         shared: Arc<Shared>,
     ) -> Self {
-        let prefetch = options.prefetch.unwrap_or(options.workers.min(256));
+        let workers = options.workers.min(shared.pool.as_ref().map_or(usize::MAX, |pool| pool.size()));
+        let prefetch = options.prefetch.unwrap_or(workers.min(256));
         Self {
             queue,
+            number,
+            bucket: options.rate_limit.map(Bucket::new),
             deadline: options.deadline,
-            capacity: options.workers + prefetch,
-            permits: Arc::new(Semaphore::new(options.workers)),
+            capacity: workers + prefetch,
+            permits: Arc::new(Semaphore::new(workers)),
             poll_interval,
             bell,
             shared,
@@ -163,12 +175,17 @@ impl Dispatcher {
                 free = self.room() => free,
                 _ = phase.wait_for(|p| *p > Phase::Running) => break,
             };
+            let allowed = self.bucket.as_mut().map_or(usize::MAX, Bucket::available);
+            if let (0, Some(bucket)) = (allowed, &self.bucket) {
+                pause_for(bucket.until_next(), &mut phase).await;
+                continue;
+            }
             let probe = woken || last_probe.elapsed() >= self.poll_interval;
             if probe {
                 last_probe = Instant::now();
             }
             woken = false;
-            let claimed = self.claim(free, probe, &mut phase).await;
+            let claimed = self.claim(free.min(allowed), probe, &mut phase).await;
             if !matches!(&claimed, Ok(claims) if claims.busy && claims.jobs.is_empty()) {
                 busy_pause = FIRST_BUSY_PAUSE;
             }
@@ -176,6 +193,9 @@ impl Dispatcher {
                 Ok(claims) if !claims.jobs.is_empty() => {
                     last_work = Instant::now();
                     self.bell.unregister(&self.queue);
+                    if let Some(bucket) = &mut self.bucket {
+                        bucket.take(claims.jobs.len());
+                    }
                     for claimed in claims.jobs {
                         self.dispatch(claimed);
                     }
@@ -254,35 +274,71 @@ impl Dispatcher {
         let Claimed { receipt, job } = claimed;
         let Some(worker) = self.shared.registry.get(&job.kind) else {
             let result = Ended::of(Outcome::Unhandled, &job, None);
-            self.shared.finish(Finished { receipt, result });
+            self.shared.finish(Finished { receipt, result, beat: false });
             return;
         };
         if let Some(outcome) = run_now(&**worker, &job) {
             let result = Ended::of(outcome, &job, None);
-            self.shared.finish(Finished { receipt, result });
+            self.shared.finish(Finished { receipt, result, beat: false });
             return;
         }
         let worker = Arc::clone(worker);
         let counted = Counted::new(&self.outstanding);
         let (shared, permits, deadline) = (Arc::clone(&self.shared), Arc::clone(&self.permits), self.deadline);
+        let number = self.number;
+        // Known from now on: also a job that waits for its permit must not be taken for lost.
+        let ctx = JobContext::claimed(job, receipt, Arc::clone(&shared.callbacks));
+        shared.attempts.insert(&receipt, &ctx);
         tokio::spawn(async move {
             let _counted = counted;
-            let mut phase = shared.phase.clone();
-            let permit = tokio::select! {
-                biased;
-                permit = permits.acquire() => permit,
-                _ = phase.wait_for(|p| *p > Phase::Running) => {
-                    shared.finish(Finished { receipt, result: Ended::handed_back() });
-                    return;
-                }
-            };
-            let ctx = JobContext::new(job);
-            let outcome = attend(&*worker, &ctx, deadline, &mut phase).await;
-            drop(permit);
-            let result = Ended::of(outcome, ctx.job(), ctx.take_progress());
-            shared.finish(Finished { receipt, result });
+            let result = run(&*worker, &ctx, &shared, &permits, number, deadline).await;
+            let beat = shared.attempts.remove(&receipt);
+            match result {
+                Some(result) => shared.finish(Finished { receipt, result, beat }),
+                None => Stats::add(&shared.stats.waiting, 1),
+            }
         });
     }
+}
+
+/// One attempt from its permit to its end; `None` when it goes on waiting for a callback.
+async fn run(
+    worker: &dyn Worker,
+    ctx: &JobContext,
+    shared: &Shared,
+    permits: &Semaphore,
+    number: usize,
+    deadline: Option<Duration>,
+) -> Option<Ended> {
+    let mut phase = shared.phase.clone();
+    let permit = async {
+        let own = permits.acquire().await;
+        match &shared.pool {
+            Some(pool) => (own, Some(pool.place(number).await)),
+            None => (own, None),
+        }
+    };
+    let permit = tokio::select! {
+        biased;
+        permit = permit => permit,
+        _ = phase.wait_for(|p| *p > Phase::Running) => return Some(Ended::handed_back()),
+        reason = ctx.cancelled() => return Some(Ended::of(Outcome::stopped(reason), ctx.job(), None)),
+    };
+    let mut outcome = attend(worker, ctx, deadline, &mut phase).await;
+    drop(permit);
+    if let Outcome::WaitForCallback(token) = outcome {
+        let mut left = std::pin::pin!(ctx.leave_waiting(&token));
+        let left = tokio::select! {
+            biased;
+            left = &mut left => left,
+            _ = phase.wait_for(|p| *p == Phase::Aborting) => Err(Outcome::stopped(CancelReason::Shutdown)),
+        };
+        match left {
+            Ok(()) => return None,
+            Err(instead) => outcome = instead,
+        }
+    }
+    Some(Ended::of(outcome, ctx.job(), ctx.take_progress()))
 }
 
 /// Sleeps, but not over the end of the fleet.

@@ -1,4 +1,4 @@
-//! A process's workers: one dispatcher a queue, one completer, one listener, and maintenance beside them.
+//! A process's workers: one dispatcher a queue, one completer, one listener, one heart, and maintenance beside them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,11 +8,15 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout, timeout_at};
 
+use super::attempts::Attempts;
+use super::callbacks::Callbacks;
 use super::completer::Completer;
 use super::config::QueueConfig;
 use super::dispatcher::{Dispatcher, Phase, Shared, Unflushed};
 use super::handler::Registry;
+use super::heart::Heart;
 use super::listener::Listener;
+use super::pool::Pool;
 use super::stats::{Stats, StatsNow};
 use crate::engine::maintenance::{Maintenance, MaintenanceOptions};
 use crate::engine::target::Target;
@@ -33,12 +37,26 @@ pub struct QueueOptions {
     pub prefetch: Option<usize>,
     /// How long an attempt may take.
     pub deadline: Option<Duration>,
+    /// Jobs per second that this process starts at most.
+    pub rate_limit: Option<f64>,
+    /// The share of [`FleetOptions::max_workers`] when queues compete for it, relative to the others'.
+    pub weight: u16,
 }
 
 impl QueueOptions {
+    /// A queue with nothing else set.
+    pub fn new(name: impl Into<String>, workers: usize) -> Self {
+        Self { name: name.into(), workers, prefetch: None, deadline: None, rate_limit: None, weight: 1 }
+    }
+
     /// A queue as workers.yaml configures it.
     pub fn of(name: impl Into<String>, config: &QueueConfig) -> Self {
-        Self { name: name.into(), workers: usize::from(config.workers), prefetch: None, deadline: config.deadline }
+        Self {
+            deadline: config.deadline,
+            rate_limit: config.rate_limit,
+            weight: config.weight,
+            ..Self::new(name, usize::from(config.workers))
+        }
     }
 }
 
@@ -46,10 +64,15 @@ impl QueueOptions {
 #[derive(Debug, Clone)]
 pub struct FleetOptions {
     pub queues: Vec<QueueOptions>,
+    /// Jobs of all queues at the same time; only handlers that answer at once are not counted.
+    pub max_workers: Option<usize>,
     /// How soon an unannounced job is found.
     pub poll_interval: Duration,
     /// How long running jobs may go on after a shutdown was asked for.
     pub shutdown_timeout: Duration,
+    /// How long an attempt runs before the database is told that it lives, and again each time. Must be well below
+    /// [`MaintenanceOptions::stale_after`].
+    pub heartbeat_interval: Duration,
     /// `None` leaves maintenance to other processes.
     pub maintenance: Option<MaintenanceOptions>,
     /// What claims are signed with.
@@ -61,8 +84,10 @@ impl FleetOptions {
     pub fn new(queues: Vec<QueueOptions>) -> Self {
         Self {
             queues,
+            max_workers: None,
             poll_interval: Duration::from_millis(200),
             shutdown_timeout: Duration::from_secs(30),
+            heartbeat_interval: Duration::from_secs(15),
             maintenance: Some(MaintenanceOptions::default()),
             instance: instance_name(),
         }
@@ -83,6 +108,7 @@ pub struct Fleet {
     dispatchers: JoinSet<()>,
     completer: tokio::task::JoinHandle<()>,
     listener: tokio::task::JoinHandle<()>,
+    heart: tokio::task::JoinHandle<()>,
     maintenance: Option<Maintenance>,
     bell: super::listener::Bell,
     shutdown_timeout: Duration,
@@ -101,8 +127,12 @@ impl Fleet {
         let flushed = Arc::clone(&unflushed);
         let completer =
             Completer::new(target.clone(), Arc::clone(&stats), inbox, told_enough, move |n| flushed.flushed(n));
+        let attempts = Arc::new(Attempts::default());
         let names: Vec<Arc<str>> = options.queues.iter().map(|q| Arc::from(&*q.name)).collect();
-        let (listener, bell) = Listener::new(target.clone(), names.iter().cloned(), Arc::clone(&stats));
+        let (listener, bell) =
+            Listener::new(target.clone(), names.iter().cloned(), Arc::clone(&attempts), Arc::clone(&stats));
+        let heart = Heart::new(target.clone(), Arc::clone(&attempts), options.heartbeat_interval, Arc::clone(&stats));
+        let weights = options.queues.iter().map(|queue| queue.weight);
         let shared = Arc::new(Shared {
             instance: options.instance.clone(),
             registry,
@@ -110,9 +140,12 @@ impl Fleet {
             results,
             unflushed,
             phase: phase_seen,
+            attempts,
+            callbacks: Arc::new(Callbacks::new(target.clone(), options.poll_interval)),
+            pool: options.max_workers.map(|size| Pool::new(size, weights)),
         });
         let mut dispatchers = JoinSet::new();
-        for (queue, name) in options.queues.iter().zip(names) {
+        for (queue, name) in options.queues.iter().zip(names.into_iter().enumerate()) {
             let dispatcher =
                 Dispatcher::new(target.clone(), name, queue, options.poll_interval, bell.clone(), Arc::clone(&shared));
             dispatchers.spawn(dispatcher.run());
@@ -124,6 +157,7 @@ impl Fleet {
             dispatchers,
             completer: tokio::spawn(completer.run()),
             listener: tokio::spawn(listener.run()),
+            heart: tokio::spawn(heart.run()),
             maintenance: options.maintenance.map(|o| Maintenance::start(target, o)),
             bell,
             shutdown_timeout: options.shutdown_timeout,
@@ -155,6 +189,7 @@ impl Fleet {
                 self.dispatchers.shutdown().await;
             }
         }
+        self.heart.abort();
         // The dispatchers held the last senders, so the completer ends when all is written.
         if timeout_at(end.max(Instant::now() + LAST_WRITES), &mut self.completer).await.is_err() {
             self.enough.send_replace(true);

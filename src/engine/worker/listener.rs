@@ -1,6 +1,7 @@
 //! Sleeping and waking. A queue's dispatcher that has nothing to do registers as a sleeper: a shared advisory lock that
 //! producers look for before they NOTIFY (engine.md, Traps). Polling goes on beside it, so a listener that is lost, or
-//! silently eaten by a pooler, costs a poll interval and no job.
+//! silently eaten by a pooler, costs a poll interval and no job. The same channel tells of attempts that were cancelled, ended
+//! or resumed from outside; who misses that learns it from the next heartbeat.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, timeout_at};
 use tokio_postgres::AsyncMessage;
 
+use super::attempts::Attempts;
 use super::link::{FIRST_PAUSE, LONGEST_PAUSE, SESSION_SETTINGS, within};
 use super::stats::Stats;
 use crate::engine::connect::{Session, connect_with_messages};
@@ -75,17 +77,23 @@ pub(super) struct Listener {
     target: Target,
     commands: UnboundedReceiver<Command>,
     queues: Arc<HashMap<Arc<str>, Queue>>,
+    attempts: Arc<Attempts>,
     stats: Arc<Stats>,
 }
 
 impl Listener {
-    pub fn new(target: Target, queues: impl Iterator<Item = Arc<str>>, stats: Arc<Stats>) -> (Self, Bell) {
+    pub fn new(
+        target: Target,
+        queues: impl Iterator<Item = Arc<str>>,
+        attempts: Arc<Attempts>,
+        stats: Arc<Stats>,
+    ) -> (Self, Bell) {
         let queues: HashMap<_, _> =
             queues.map(|q| (q, Queue { rung: Notify::new(), registered: watch::Sender::new(false) })).collect();
         let queues = Arc::new(queues);
         let (sender, commands) = unbounded_channel();
         let bell = Bell { commands: sender, queues: Arc::clone(&queues) };
-        (Self { target, commands, queues, stats }, bell)
+        (Self { target, commands, queues, attempts, stats }, bell)
     }
 
     /// Listens until every [`Bell`] is gone, over as many connections as it takes.
@@ -187,6 +195,8 @@ impl Listener {
                         Stats::add(&self.stats.wakeups, 1);
                         if let Some(queue) = self.queues.get(note.payload()) {
                             queue.rung.notify_one();
+                        } else {
+                            self.attempts.hear(note.payload());
                         }
                     }
                     Some(_) => {}
@@ -223,7 +233,8 @@ mod tests {
     async fn without_a_listener_a_sleep_lasts_one_poll_interval() {
         let queue: Arc<str> = "q".into();
         let target = Target::parse("postgres://nowhere/x", Default::default(), "test", &|_| None).unwrap();
-        let (_never_run, bell) = Listener::new(target, [Arc::clone(&queue)].into_iter(), Arc::default());
+        let (_never_run, bell) =
+            Listener::new(target, [Arc::clone(&queue)].into_iter(), Arc::default(), Arc::default());
         let start = Instant::now();
         let interval = Duration::from_secs(2);
         assert!(!bell.sleep(&queue, interval).await);

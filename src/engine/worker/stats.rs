@@ -37,6 +37,8 @@ counters! {
     cancelled,
     retried,
     snoozed,
+    /// Attempts whose handler returned and that wait for their callback.
+    waiting,
     /// Attempts given back unrun.
     handed_back,
     /// Results that lost: the attempt was over in the database.
@@ -45,6 +47,8 @@ counters! {
     unwritten,
     /// Calls that write results.
     flushes,
+    /// Attempts that the database was told of as alive.
+    heartbeats,
     /// Connections that had to be made anew.
     reconnects,
     /// Notifications heard.
