@@ -3,5 +3,9 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod callbacks;
+mod connections;
+mod lives;
 mod results;
+mod shares;
 mod support;
