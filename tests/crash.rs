@@ -46,7 +46,8 @@ fn target(url: &str) -> Target {
 fn fleet(url: &str, ledger: &Path) -> Fleet {
     let mut registry = Registry::new();
     registry.insert(Recorder(File::options().append(true).create(true).open(ledger).unwrap())).unwrap();
-    let mut options = FleetOptions::new(vec![QueueOptions::new("crash", 16)]);
+    let queue = QueueOptions::new("crash", 16);
+    let mut options = FleetOptions::new(vec![queue]);
     options.poll_interval = Duration::from_millis(50);
     if let Some(maintenance) = &mut options.maintenance {
         maintenance.rotate_every = Duration::from_millis(40);

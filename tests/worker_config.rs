@@ -44,9 +44,14 @@ handlers:
     .unwrap();
 
     assert_eq!(config.max_workers, Some(40));
-    let default = QueueConfig { workers: 32, deadline: None, rate_limit: None, weight: 1 };
-    let everything =
-        QueueConfig { workers: 8, deadline: Some(Duration::from_secs(5400)), rate_limit: Some(2.5), weight: 3 };
+    let default = QueueConfig::default();
+    let everything = QueueConfig {
+        workers: 8,
+        deadline: Some(Duration::from_secs(5400)),
+        rate_limit: Some(2.5),
+        weight: 3,
+        ..QueueConfig::default()
+    };
     assert_eq!(config.queues["default"], everything);
     assert_eq!(config.queues["plain"], default);
     assert_eq!(config.queues["bare"], default);
@@ -107,9 +112,9 @@ fn unknown_names_come_with_what_is_allowed_the_place_and_a_guess() {
         &["handlers.a.builtin", "unknown builtin `nop`", "`flaky`", "line 2 column 17", "did you mean `noop`?"],
     );
     assert_error("handler: {}", &["unknown field `handler`", "did you mean `handlers`?"]);
-    assert_error("queues:\n  default: { rate_limit: 5 }", &["unknown field `rate_limit`", "`workers`, `deadline`, `rate_limit`, `weight`"]);
-    assert_error("[1]", &["a map with `queues` and `handlers`"]);
-    assert_error("queues: { q: 5 }", &["queues.q", "a map with `workers` and `deadline`"]);
+    assert_error("queues:\n  default: { rate: 5 }", &["unknown field `rate`", "`workers`, `deadline`", "`rate_limit`"]);
+    assert_error("[1]", &["a map with `queues`, `handlers` and `max_workers`"]);
+    assert_error("queues: { q: 5 }", &["queues.q", "a map with `workers`, `deadline`"]);
     assert!(!error("zebra: {}").contains("did you mean"));
 }
 

@@ -42,7 +42,10 @@ pub struct Config {
 
 /// How one queue is served.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields, expecting = "a map with `workers`, `deadline`, `rate_limit` and `weight`")]
+#[serde(
+    deny_unknown_fields,
+    expecting = "a map with `workers`, `deadline`, `priority_aging`, `rate_limit`, `weight` and `lease_claim_receipts`"
+)]
 pub struct QueueConfig {
     /// Jobs that run at a time, 1..=[`MAX_WORKERS`]; 32 unless given.
     #[serde(default = "default_workers", deserialize_with = "workers")]
@@ -56,11 +59,32 @@ pub struct QueueConfig {
     /// The queue's share when several compete for [`Config::max_workers`], 1..=[`MAX_WEIGHT`]; 1 unless given.
     #[serde(default = "default_weight", deserialize_with = "weight")]
     pub weight: u16,
+    /// How long the head of a lower priority waits before it counts as one higher; a minute unless given.
+    #[serde(default = "default_aging", deserialize_with = "some_limit")]
+    pub priority_aging: Option<Duration>,
+    /// False claims into `leases` instead of receipts (ADR-023); true unless given.
+    #[serde(default = "yes")]
+    pub lease_claim_receipts: bool,
+}
+
+fn default_aging() -> Option<Duration> {
+    Some(Duration::from_secs(60))
+}
+
+fn yes() -> bool {
+    true
 }
 
 impl Default for QueueConfig {
     fn default() -> Self {
-        Self { workers: DEFAULT_WORKERS, deadline: None, rate_limit: None, weight: default_weight() }
+        Self {
+            workers: DEFAULT_WORKERS,
+            deadline: None,
+            rate_limit: None,
+            weight: default_weight(),
+            priority_aging: default_aging(),
+            lease_claim_receipts: true,
+        }
     }
 }
 

@@ -127,6 +127,8 @@ pub(super) struct Dispatcher {
     number: usize,
     bucket: Option<Bucket>,
     deadline: Option<Duration>,
+    aging: Option<Duration>,
+    receipts: bool,
     /// Running and prefetched jobs at most.
     capacity: usize,
     permits: Arc<Semaphore>,
@@ -153,6 +155,8 @@ impl Dispatcher {
             number,
             bucket: options.rate_limit.map(Bucket::new),
             deadline: options.deadline,
+            aging: options.priority_aging,
+            receipts: options.lease_claim_receipts,
             capacity: workers + prefetch,
             permits: Arc::new(Semaphore::new(workers)),
             poll_interval,
@@ -236,7 +240,7 @@ impl Dispatcher {
     /// Connecting is given up when the fleet drains. A claim that was sent is waited for until it aborts: its jobs are ours.
     async fn claim(&mut self, limit: usize, probe: bool, phase: &mut watch::Receiver<Phase>) -> Result<Claims> {
         let shared = &self.shared;
-        let options = ClaimOptions { deadline: self.deadline, probe };
+        let options = ClaimOptions { deadline: self.deadline, probe, aging: self.aging, receipts: self.receipts };
         let ready = tokio::select! {
             ready = self.link.ready() => ready,
             _ = phase.wait_for(|p| *p > Phase::Running) => return Ok(Claims::default()),

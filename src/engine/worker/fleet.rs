@@ -41,21 +41,29 @@ pub struct QueueOptions {
     pub rate_limit: Option<f64>,
     /// The share of [`FleetOptions::max_workers`] when queues compete for it, relative to the others'.
     pub weight: u16,
+    /// How long the head of a lower priority waits before it counts as one higher; `None` keeps priorities strict.
+    pub priority_aging: Option<Duration>,
+    /// False claims into `leases` instead of receipts.
+    pub lease_claim_receipts: bool,
 }
 
 impl QueueOptions {
-    /// A queue with nothing else set.
+    /// The defaults.
     pub fn new(name: impl Into<String>, workers: usize) -> Self {
-        Self { name: name.into(), workers, prefetch: None, deadline: None, rate_limit: None, weight: 1 }
+        Self { workers, ..Self::of(name, &QueueConfig::default()) }
     }
 
     /// A queue as workers.yaml configures it.
     pub fn of(name: impl Into<String>, config: &QueueConfig) -> Self {
         Self {
+            name: name.into(),
+            workers: usize::from(config.workers),
+            prefetch: None,
             deadline: config.deadline,
             rate_limit: config.rate_limit,
             weight: config.weight,
-            ..Self::new(name, usize::from(config.workers))
+            priority_aging: config.priority_aging,
+            lease_claim_receipts: config.lease_claim_receipts,
         }
     }
 }
