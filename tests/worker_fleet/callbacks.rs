@@ -15,6 +15,15 @@ async fn answer(ground: &Ground, token: &str, action: &str, payload: &str) -> i6
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_handler_is_resumed_twice() {
+    resumed_twice(true).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_handler_is_resumed_twice_on_a_lease_from_the_beginning() {
+    resumed_twice(false).await;
+}
+
+async fn resumed_twice(receipts: bool) {
     let ground = Ground::new().await;
     ground.session.enqueue("q", 1).await;
     let (tokens, mut registered) = unbounded_channel();
@@ -32,10 +41,15 @@ async fn one_handler_is_resumed_twice() {
             Outcome::Complete
         }
     });
-    let fleet = fleet(&ground.target, handler, 2, |_| {});
+    let fleet = fleet(&ground.target, handler, 2, |o| {
+        o.queues[0].lease_claim_receipts = receipts;
+        o.queues[0].deadline = Some(Duration::from_millis(500));
+    });
     // The first answer comes while it waits, the second maybe before it does: both are right.
     let first = within(registered.recv()).await.unwrap();
     ground.db.until("SELECT EXISTS (SELECT FROM @leases WHERE state = 'waiting_external')").await;
+    // A deadline does not run while somebody else does the work.
+    ground.db.until("SELECT clock_timestamp() > claimed_at + interval '0.8 s' FROM @leases").await;
     assert_eq!(answer(&ground, &first, "resume", "{\"n\": 1}").await, 1);
     let second = within(registered.recv()).await.unwrap();
     assert_eq!(answer(&ground, &second, "resume", "2").await, 1);

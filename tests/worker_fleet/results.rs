@@ -1,5 +1,7 @@
 //! Results: written once, kept over an outage, and counted when they cannot be written.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use awactl::engine::worker::Outcome;
@@ -18,8 +20,7 @@ async fn a_drain_while_the_database_is_down_ends_and_says_what_is_unwritten() {
     gate.open(1);
     until("the job ends", || gate.waiting() == 0).await;
     let stats = within(fleet.shut_down()).await;
-    let stats = serde_json::to_value(stats).unwrap();
-    assert_eq!((&stats["completed"], &stats["unwritten"]), (&0.into(), &1.into()), "{stats}");
+    assert_eq!((stats.completed, stats.unwritten), (0, 1));
     own.server.stop().await.unwrap();
 }
 
@@ -63,6 +64,29 @@ async fn a_result_that_cannot_be_stored_costs_its_neighbours_nothing() {
     gate.open(9);
     until("the others are written", || fleet.stats().snoozed == 8).await;
     let stats = within(fleet.shut_down()).await;
-    assert_eq!(serde_json::to_value(stats).unwrap()["unwritten"], 1);
+    assert_eq!(stats.unwritten, 1);
     assert_eq!(ground.session.one::<i64>("SELECT count(*) FROM @deferred_jobs WHERE state = 'scheduled'").await, 8);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_handler_that_blocks_its_thread_does_not_hold_up_the_end() {
+    let ground = Ground::new().await;
+    ground.session.enqueue("q", 1).await;
+    let (started, stop) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    let (told, seen) = (Arc::clone(&started), Arc::clone(&stop));
+    let handler = one(move |_| {
+        let (told, seen) = (Arc::clone(&told), Arc::clone(&seen));
+        async move {
+            told.store(true, Ordering::SeqCst);
+            while !seen.load(Ordering::SeqCst) {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Outcome::Complete
+        }
+    });
+    let fleet = fleet(&ground.target, handler, 1, |o| o.shutdown_timeout = Duration::from_millis(50));
+    until("it blocks", || started.load(Ordering::SeqCst)).await;
+    let stats = within(fleet.shut_down()).await;
+    stop.store(true, Ordering::SeqCst);
+    assert_eq!((stats.claimed, stats.completed), (1, 0));
 }

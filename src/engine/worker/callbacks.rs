@@ -1,5 +1,6 @@
 //! Callbacks of handlers: a token for somebody outside, and the wait for the answer (engine.md, Callback wait).
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tokio::sync::Mutex;
@@ -113,7 +114,7 @@ impl JobContext {
     }
 
     /// Waits until the token's holder resumes this handler; gives what it sent along. Any other answer ends the attempt.
-    /// While it waits the handler keeps its permit; [`Outcome::WaitForCallback`] gives that up.
+    /// From the wait on the attempt has no deadline. While it waits the handler keeps its permit; [`Outcome::WaitForCallback`] gives that up.
     pub async fn wait_for_callback(&self, token: &str) -> Result<Option<RawJson>, CallbackError> {
         let Some(attempt) = self.attempt() else { return Err(CallbackError::NoFleet) };
         let mut ask = Ask::Wait(token);
@@ -121,7 +122,7 @@ impl JobContext {
             match self.ask(ask).await? {
                 Reply::Stands(Waiting::Resumed(payload)) => return Ok(payload),
                 Reply::Stands(Waiting::Over) => return Err(self.over()),
-                Reply::Stands(Waiting::Yes) | Reply::Token(_) => {}
+                Reply::Stands(Waiting::Yes) | Reply::Token(_) => attempt.waited.store(true, Ordering::Release),
             }
             // The signal may be missed with its connection, so it is asked for too.
             tokio::select! {

@@ -1,7 +1,7 @@
 //! What a running handler holds: its job, a signal to stop, a slot for progress.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
@@ -65,6 +65,8 @@ pub(super) struct Attempt {
     pub callbacks: Arc<Callbacks>,
     /// Its callback came.
     pub resumed: Notify,
+    /// The database let it wait for a callback, and so took its deadline off.
+    pub waited: AtomicBool,
 }
 
 #[derive(Default)]
@@ -82,7 +84,7 @@ impl JobContext {
 
     /// Wraps a claimed job.
     pub(super) fn claimed(job: Job, receipt: Receipt, callbacks: Arc<Callbacks>) -> Self {
-        Self::with(job, Some(Attempt { receipt, callbacks, resumed: Notify::new() }))
+        Self::with(job, Some(Attempt { receipt, callbacks, resumed: Notify::new(), waited: AtomicBool::new(false) }))
     }
 
     fn with(job: Job, attempt: Option<Attempt>) -> Self {
@@ -101,6 +103,10 @@ impl JobContext {
 
     pub(super) fn receipt(&self) -> Option<&Receipt> {
         self.attempt().map(|attempt| &attempt.receipt)
+    }
+
+    pub(super) fn has_waited(&self) -> bool {
+        self.attempt().is_some_and(|attempt| attempt.waited.load(Ordering::Acquire))
     }
 
     /// Wakes a handler that waits for its callback.

@@ -116,7 +116,8 @@ pub struct Fleet {
     dispatchers: JoinSet<()>,
     completer: tokio::task::JoinHandle<()>,
     listener: tokio::task::JoinHandle<()>,
-    heart: tokio::task::JoinHandle<()>,
+    /// Ended by dropping it.
+    heart: JoinSet<()>,
     maintenance: Option<Maintenance>,
     bell: super::listener::Bell,
     shutdown_timeout: Duration,
@@ -165,7 +166,7 @@ impl Fleet {
             dispatchers,
             completer: tokio::spawn(completer.run()),
             listener: tokio::spawn(listener.run()),
-            heart: tokio::spawn(heart.run()),
+            heart: JoinSet::from_iter([heart.run()]),
             maintenance: options.maintenance.map(|o| Maintenance::start(target, o)),
             bell,
             shutdown_timeout: options.shutdown_timeout,
@@ -197,7 +198,7 @@ impl Fleet {
                 self.dispatchers.shutdown().await;
             }
         }
-        self.heart.abort();
+        self.heart.abort_all();
         // The dispatchers held the last senders, so the completer ends when all is written.
         if timeout_at(end.max(Instant::now() + LAST_WRITES), &mut self.completer).await.is_err() {
             self.enough.send_replace(true);
