@@ -68,15 +68,20 @@ async fn progress_is_stored_while_the_handler_runs_and_only_when_it_changed() {
         }
     });
     // Nothing but progress makes it beat.
-    let fleet = fleet(&ground.target, handler, 1, |o| o.heartbeat_interval = Duration::from_secs(40));
+    let fleet = fleet(&ground.target, handler, 2, |o| o.heartbeat_interval = Duration::from_secs(40));
     ground.db.until("SELECT EXISTS (SELECT FROM @attempt_state WHERE progress = '1')").await;
-    gate.open(2);
-    ground.db.until("SELECT EXISTS (SELECT FROM @attempt_state WHERE progress = '2')").await;
+    gate.open(1);
+    until("it says the same again", || gate.started() == 2).await;
+    // The beat of another job shows that all were looked at since.
+    ground.session.enqueue("q", 1).await;
+    ground.db.until("SELECT count(*) = 2 FROM @attempt_state").await;
     assert_eq!(fleet.stats().heartbeats, 2);
     gate.open(1);
-    until("it is snoozed", || fleet.stats().snoozed == 1).await;
+    ground.db.until("SELECT EXISTS (SELECT FROM @attempt_state WHERE progress = '2')").await;
+    gate.open(4);
+    until("both are snoozed", || fleet.stats().snoozed == 2).await;
     within(fleet.shut_down()).await;
-    assert!(ground.session.one::<bool>("SELECT progress = '3' FROM @deferred_jobs").await);
+    assert!(ground.session.one::<bool>("SELECT bool_and(progress = '3') FROM @deferred_jobs").await);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
