@@ -50,6 +50,14 @@ async fn resumed_twice(receipts: bool) {
     ground.db.until("SELECT EXISTS (SELECT FROM @leases WHERE state = 'waiting_external')").await;
     // A deadline does not run while somebody else does the work.
     ground.db.until("SELECT clock_timestamp() > claimed_at + interval '0.8 s' FROM @leases").await;
+    // Losing the connection that it asks by is nothing to it.
+    ground
+        .db
+        .until(
+            "SELECT coalesce(bool_or(pg_terminate_backend(pid)), false) FROM pg_stat_activity
+         WHERE datname = current_database() AND application_name = 'fleet' AND query LIKE '%.callback_result(%'",
+        )
+        .await;
     assert_eq!(answer(&ground, &first, "resume", "{\"n\": 1}").await, 1);
     let second = within(registered.recv()).await.unwrap();
     assert_eq!(answer(&ground, &second, "resume", "2").await, 1);

@@ -221,7 +221,8 @@ struct Lock {
 
 impl Lock {
     async fn take(&self, session: &Session, queue: &Arc<str>) -> Result<()> {
-        within(async { Ok(drop(session.query(&self.take, &[&&**queue]).await?)) }).await
+        within(async { Ok(session.query(&self.take, &[&&**queue]).await?) }).await?;
+        Ok(())
     }
 }
 
