@@ -67,7 +67,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     file: Option<PathBuf>,
 
-    /// Lines per transaction
+    /// Lines per transaction; fewer when they come to 16 MiB
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=100_000), requires = "file")]
     batch: u32,
 

@@ -184,10 +184,13 @@ pub fn main() -> std::process::ExitCode {
         Ok(code) => code,
         Err(error) => context.fail(&error),
     };
-    match runtime.block_on(context.close()) {
-        Ok(()) => code.into(),
-        Err(error) => context.fail(&error).into(),
-    }
+    let code = match runtime.block_on(context.close()) {
+        Ok(()) => code,
+        Err(error) => context.fail(&error),
+    };
+    // Not by dropping it, which waits for blocking threads: one may be reading a standard input that nobody closes.
+    runtime.shutdown_background();
+    code.into()
 }
 
 #[cfg(test)]

@@ -14,6 +14,9 @@ use super::schema::Schema;
 /// The longest line taken.
 pub const MAX_LINE_BYTES: usize = 16 * 1024 * 1024;
 
+/// Lines of one transaction have this many bytes at most, or there is only one.
+pub const MAX_BATCH_BYTES: usize = 16 * 1024 * 1024;
+
 /// What to do about a line that is no job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnError {
@@ -25,7 +28,7 @@ pub enum OnError {
 
 #[derive(Debug, Clone, Copy)]
 pub struct StreamOptions {
-    /// Lines per transaction.
+    /// Lines per transaction; fewer when they are long, see [`MAX_BATCH_BYTES`].
     pub batch: usize,
     pub on_error: OnError,
 }
@@ -79,7 +82,7 @@ pub async fn enqueue_stream(
     loop {
         line.clear();
         let ended = read_line(&mut reader, &mut line, &mut report).await?;
-        let full = batch.jobs.len() >= options.batch;
+        let full = batch.jobs.len() >= options.batch || batch.bytes + line.len() > MAX_BATCH_BYTES;
         if full || ended {
             batch.flush(client, &bulk, options.on_error, &mut report).await?;
             on_progress(&report);
@@ -88,7 +91,7 @@ pub async fn enqueue_stream(
             return Ok(report);
         }
         match parse(&line) {
-            Ok(Some(job)) => batch.push(job, report.lines),
+            Ok(Some(job)) => batch.push(job, report.lines, line.len()),
             Ok(None) => {}
             Err(why) => {
                 report.bad(report.lines, why);
@@ -140,6 +143,10 @@ fn parse(line: &[u8]) -> Result<Option<NewJob>, String> {
     if text.trim().is_empty() {
         return Ok(None);
     }
+    // An array of the fields' values would do for serde, and is more likely a mistake.
+    if !text.trim_start().starts_with('{') {
+        return Err("it is not a JSON object".into());
+    }
     let job: NewJob = serde_json::from_str(text).map_err(|e| {
         // The line number of the error is always 1 here; the file's is said by the caller.
         e.to_string().replace(" at line 1 column ", ", at column ")
@@ -163,10 +170,12 @@ struct Batch {
     jobs: Vec<NewJob>,
     /// The line of each job.
     lines: Vec<u64>,
+    bytes: usize,
 }
 
 impl Batch {
-    fn push(&mut self, job: NewJob, line: u64) {
+    fn push(&mut self, job: NewJob, line: u64, bytes: usize) {
+        self.bytes += bytes;
         self.jobs.push(job);
         self.lines.push(line);
     }
@@ -203,6 +212,7 @@ impl Batch {
         }
         self.jobs.clear();
         self.lines.clear();
+        self.bytes = 0;
         Ok(())
     }
 
