@@ -1,14 +1,28 @@
 -- Partitions, and the first opening of each ring. Nothing in a child is ever updated, and all of it goes with TRUNCATE,
 -- so autovacuum has nothing to do there. Arrays of a batch stay in the row, uncompressed, while they fit.
 
-CREATE FUNCTION {schema}.create_ring(p_ring text, p_slot_key text, p_slots integer, p_parents text[]) RETURNS void
+-- The partitioned tables of a ring, for everything that treats them alike; slot N of each is the child with _N behind its
+-- name. The first is the one whose rows make a slot used.
+CREATE FUNCTION {schema}.ring_parents(p_ring text) RETURNS text[]
+LANGUAGE plpgsql IMMUTABLE AS $function$
+BEGIN
+    RETURN CASE p_ring
+        WHEN 'queue' THEN ARRAY['ready_entries', 'ready_claim_attempt_batches', 'ready_lane_holes', 'receipt_completion_batches', 'done_entries',
+                                'terminal_tombstones']
+        WHEN 'claim' THEN ARRAY['lease_claim_batches', 'lease_claim_closure_batches']
+        WHEN 'lease' THEN ARRAY['leases']
+    END;
+END
+$function$;
+
+CREATE FUNCTION {schema}.create_ring(p_ring text, p_slots integer) RETURNS void
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_parent text;
     v_slot integer;
 BEGIN
     FOR v_slot IN 0 .. p_slots - 1 LOOP
-        FOREACH v_parent IN ARRAY p_parents LOOP
+        FOREACH v_parent IN ARRAY {schema}.ring_parents(p_ring) LOOP
             EXECUTE format(
                 'CREATE TABLE %1$I.%2$I PARTITION OF %1$I.%3$I FOR VALUES IN (%4$s)
                  WITH (autovacuum_enabled = off, toast.autovacuum_enabled = off, toast_tuple_target = 8160)',
@@ -29,11 +43,9 @@ ALTER TABLE {schema}.lease_claim_closure_batches ALTER COLUMN receipt_ranges SET
 ALTER TABLE {schema}.receipt_completion_batches ALTER COLUMN receipt_ranges SET STORAGE EXTERNAL;
 ALTER TABLE {schema}.ready_claim_attempt_batches ALTER COLUMN lane_ranges SET STORAGE EXTERNAL;
 
-SELECT {schema}.create_ring('queue', 'ready_slot', 16, ARRAY[
-    'ready_entries', 'ready_claim_attempt_batches', 'ready_lane_holes', 'receipt_completion_batches', 'done_entries',
-    'terminal_tombstones']);
-SELECT {schema}.create_ring('claim', 'claim_slot', 8, ARRAY['lease_claim_batches', 'lease_claim_closure_batches']);
-SELECT {schema}.create_ring('lease', 'lease_slot', 8, ARRAY['leases']);
+SELECT {schema}.create_ring('queue', 16);
+SELECT {schema}.create_ring('claim', 8);
+SELECT {schema}.create_ring('lease', 8);
 
 -- One function a slot, from a template with <slot> in it, and one named p_name that picks by its first argument. A plan
 -- over the parent would lock every partition, and so wait for whichever is being truncated; a statement made up at run

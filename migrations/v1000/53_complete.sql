@@ -124,6 +124,8 @@ BEGIN
     END LOOP;
 
     IF v_lost <> '{}' THEN
+        -- A receipt that is closed because its attempt materialised.
+        v_lost := {schema}.complete_leases(v_lost, p_receipt_ids, p_job_ids, p_run_leases, v_now);
         RETURN QUERY
             SELECT l, {schema}.why_lost(p_claim_slots[l], p_receipt_ids[l], p_job_ids[l], p_run_leases[l])
             FROM unnest(v_lost) AS l

@@ -86,10 +86,11 @@ DECLARE
     v_job {schema}.job_body;
 BEGIN
     PERFORM {schema}.lock_claim_batches(ARRAY[p_receipt_id]);
-    IF EXISTS (
-        SELECT FROM {schema}.leases AS l
-        WHERE l.job_id = p_job_id AND l.run_lease = p_run_lease AND l.receipt_id = p_receipt_id)
-    THEN
+    -- Lock: the lease row, so that what is answered here is still true for the caller's next statement.
+    PERFORM FROM {schema}.leases AS l
+    WHERE l.job_id = p_job_id AND l.run_lease = p_run_lease AND l.receipt_id = p_receipt_id
+    FOR UPDATE;
+    IF FOUND THEN
         RETURN true;
     END IF;
     IF EXISTS (SELECT FROM {schema}.claim_ring_slots AS s WHERE s.slot = p_claim_slot) THEN
@@ -242,5 +243,28 @@ LANGUAGE plpgsql AS $function$
 BEGIN
     PERFORM pg_notify('awa_wake_' || '{schema}.runtime_instances'::regclass::oid::integer,
         jsonb_build_object('job_id', p_job_id, 'run_lease', p_run_lease, 'what', p_what)::text);
+END
+$function$;
+
+-- Of the places of a call to complete that lost by their receipt: completes those whose attempt is a lease, and returns the
+-- rest. The caller holds the claim batches' locks.
+CREATE FUNCTION {schema}.complete_leases(
+    p_places integer[], p_receipt_ids bigint[], p_job_ids bigint[], p_run_leases bigint[], p_now timestamptz
+) RETURNS integer[]
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_place integer;
+    v_job {schema}.job_body;
+    v_lost integer[] := '{}';
+BEGIN
+    FOREACH v_place IN ARRAY ARRAY(SELECT p FROM unnest(p_places) AS p ORDER BY p_job_ids[p]) LOOP
+        v_job := {schema}.take_lease(p_receipt_ids[v_place], p_job_ids[v_place], p_run_leases[v_place]);
+        IF v_job.job_id IS NULL THEN
+            v_lost := v_lost || v_place;
+        ELSE
+            PERFORM {schema}.finish_job(v_job, 'completed', p_now, NULL, NULL, NULL);
+        END IF;
+    END LOOP;
+    RETURN v_lost;
 END
 $function$;
