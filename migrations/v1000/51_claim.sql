@@ -193,6 +193,9 @@ BEGIN
     VALUES (
         batch.batch_id, p_ready_generation, p_claim_cursor >> 8, v_rows.seq_hi, p_now, p_lane.lane_id, v_rows.row_count, p_slot,
         batch.claim_slot, v_rows.has_unique, taken);
+    IF v_rows.has_unique THEN
+        PERFORM {schema}.release_unique_keys(batch.job_ids, 'running');
+    END IF;
 END
 $function$;
 

@@ -135,6 +135,7 @@ CREATE FUNCTION {schema}.wait_for_callback(p_receipt_id bigint, p_job_id bigint,
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_lease {schema}.leases;
+    v_holder bigint;
 BEGIN
     -- Lock: the lease row. A callback that comes meanwhile waits here, or came before and is seen.
     SELECT l.* INTO v_lease
@@ -149,7 +150,11 @@ BEGIN
             SET state = 'waiting_external'
             WHERE l.job_id = p_job_id AND l.run_lease = p_run_lease;
             IF v_lease.unique_key IS NOT NULL THEN
-                PERFORM {schema}.enter_state(v_lease.job_id, v_lease.unique_key, v_lease.unique_states, 'waiting_external');
+                v_holder := {schema}.enter_state(v_lease.job_id, v_lease.unique_key, v_lease.unique_states, 'waiting_external');
+                IF v_holder IS NOT NULL THEN
+                    PERFORM {schema}.supersede_lease(v_lease, v_holder);
+                    RETURN 'over';
+                END IF;
             END IF;
         END IF;
         RETURN 'waiting';
@@ -185,6 +190,7 @@ LANGUAGE plpgsql AS $function$
 DECLARE
     v_now timestamptz := clock_timestamp();
     v_lease {schema}.leases;
+    v_holder bigint;
 BEGIN
     IF p_action IS NULL OR p_action NOT IN ('complete', 'fail', 'retry', 'resume') THEN
         RAISE EXCEPTION 'action must be complete, fail, retry or resume, not %', coalesce(p_action, 'null')
@@ -203,7 +209,13 @@ BEGIN
         SET state = 'running', alive_at = v_now, callback_id = NULL, callback_timeout_at = NULL, callback_payload = p_payload
         WHERE l.callback_id = p_callback_id;
         IF v_lease.unique_key IS NOT NULL THEN
-            PERFORM {schema}.enter_state(v_lease.job_id, v_lease.unique_key, v_lease.unique_states, 'running');
+            v_holder := {schema}.enter_state(v_lease.job_id, v_lease.unique_key, v_lease.unique_states, 'running');
+            IF v_holder IS NOT NULL THEN
+                PERFORM {schema}.supersede_lease(v_lease, v_holder);
+                state := 'cancelled';
+                RETURN NEXT;
+                RETURN;
+            END IF;
         END IF;
         state := 'running';
         PERFORM {schema}.signal_attempt(v_lease.job_id, v_lease.run_lease, 'resumed');
