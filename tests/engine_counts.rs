@@ -146,12 +146,12 @@ async fn no_slot_goes_between_the_cursors_and_the_count() {
 /// Every job is in one state at any time: the sum never moves while everything else does.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn the_sum_over_all_states_never_moves_while_jobs_do() {
-    const JOBS: i64 = 6000;
+    const JOBS: i64 = 3000;
     let db = Db::new().await;
     let s = db.session().await;
     s.enqueue("q", JOBS as i32 / 2).await;
     s.exec(&format!(
-        "SELECT @enqueue('k', 'q', run_at => clock_timestamp() + n * interval '500 microseconds') FROM generate_series(1, {}) AS n",
+        "SELECT @enqueue('k', 'q', run_at => clock_timestamp() + n * interval '3 milliseconds') FROM generate_series(1, {}) AS n",
         JOBS / 2
     ))
     .await;
@@ -162,7 +162,7 @@ async fn the_sum_over_all_states_never_moves_while_jobs_do() {
         let mut turn = n;
         while going() {
             turn += 1;
-            let Some(batches) = s.try_claim("q", 7, turn % 5 == 0).await.unwrap() else { continue };
+            let Some(batches) = s.try_claim("q", 3, turn % 40 == 0).await.unwrap() else { continue };
             let attempts = attempts(&batches);
             if attempts.is_empty() {
                 tokio::time::sleep(Duration::from_millis(2)).await;
@@ -177,12 +177,21 @@ async fn the_sum_over_all_states_never_moves_while_jobs_do() {
             s.complete(rest).await;
         }
     };
-    // A promotion is a producer: one that stays open leaves a hole, and then late jobs below the cursor.
-    let promoter = async |hold: u64| {
+    // A promotion is a producer: one that stays open while others are claimed from leaves a hole, and then late jobs
+    // below the cursor.
+    let promoter = async |claims_meanwhile: i64| {
         let s = db.session().await;
+        let claimed = "SELECT coalesce(pg_sequence_last_value('awa.lease_claim_batch_ids'), 0)";
         while going() {
-            s.exec("BEGIN; SELECT @promote(20)").await;
-            tokio::time::sleep(Duration::from_millis(hold)).await;
+            s.exec("BEGIN; SELECT @promote(40)").await;
+            let enough = s.one::<i64>(claimed).await + claims_meanwhile;
+            // Near the end nobody claims so much any more.
+            for _ in 0..60 {
+                if s.one::<i64>(claimed).await >= enough {
+                    break;
+                }
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
             s.exec("COMMIT; BEGIN; SELECT @enqueue('k', 'q'); ROLLBACK").await;
         }
     };
@@ -214,8 +223,12 @@ async fn the_sum_over_all_states_never_moves_while_jobs_do() {
             }
         }
     };
-    tokio::join!(worker(0), worker(1), worker(2), promoter(0), promoter(150), maintenance, counter);
+    tokio::join!(worker(0), worker(1), worker(2), promoter(70), promoter(75), maintenance, counter);
     assert!(s.one::<i64>("SELECT count(*) FROM @queue_ring_prunes").await > 0, "slots were pruned under the counts");
+    assert!(
+        s.one::<bool>("SELECT pg_sequence_last_value('awa.ready_lane_hole_ids') IS NOT NULL").await,
+        "holes were set aside and filled late"
+    );
 }
 
 #[tokio::test]

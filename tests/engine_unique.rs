@@ -303,6 +303,13 @@ async fn an_attempt_that_waits_or_is_resumed_while_its_key_is_taken_is_supersede
     assert_eq!(state(&s, older).await, superseded_by(newer));
     assert_eq!(s.complete(&[a]).await.len(), 1, "the handler is too late");
 
+    let older = new_job(&s, "q", "\\x04", DEFAULT).await;
+    let a = run_one(&s, "q").await;
+    let (_, token) = wait(&s, a, "1h").await;
+    let newer = new_job(&s, "other", "\\x04", DEFAULT).await;
+    assert_eq!(resolve(&s, &token, "retry").await, "cancelled");
+    assert_eq!(state(&s, older).await, superseded_by(newer));
+
     // What was done is done, with the key or without.
     let older = new_job(&s, "q", "\\x03", DEFAULT).await;
     let a = run_one(&s, "q").await;

@@ -42,8 +42,11 @@ handlers:
     )
     .unwrap();
 
-    let default = QueueConfig { workers: 32, deadline: None };
-    assert_eq!(config.queues["default"], QueueConfig { workers: 8, deadline: Some(Duration::from_secs(5400)) });
+    let default = QueueConfig::default();
+    assert_eq!(
+        config.queues["default"],
+        QueueConfig { workers: 8, deadline: Some(Duration::from_secs(5400)), ..QueueConfig::default() }
+    );
     assert_eq!(config.queues["plain"], default);
     assert_eq!(config.queues["bare"], default);
 
@@ -93,7 +96,7 @@ fn unknown_names_come_with_what_is_allowed_the_place_and_a_guess() {
         &[
             "queues.default",
             "unknown field `worker`",
-            "`workers` or `deadline`",
+            "`workers`, `deadline`",
             "line 3 column 5",
             "did you mean `workers`?",
         ],
@@ -103,7 +106,7 @@ fn unknown_names_come_with_what_is_allowed_the_place_and_a_guess() {
         &["handlers.a.builtin", "unknown builtin `nop`", "`flaky`", "line 2 column 17", "did you mean `noop`?"],
     );
     assert_error("handler: {}", &["unknown field `handler`", "did you mean `handlers`?"]);
-    assert_error("queues:\n  default: { rate_limit: 5 }", &["unknown field `rate_limit`", "`workers` or `deadline`"]);
+    assert_error("queues:\n  default: { rate_limit: 5 }", &["unknown field `rate_limit`", "`workers`, `deadline`"]);
     assert_error("[1]", &["a map with `queues` and `handlers`"]);
     assert_error("queues: { q: 5 }", &["queues.q", "a map with `workers` and `deadline`"]);
     assert!(!error("zebra: {}").contains("did you mean"));

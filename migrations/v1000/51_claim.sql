@@ -146,7 +146,7 @@ $template$);
 -- the claim slot. NULL if there are none.
 CREATE FUNCTION {schema}.claim_rows(
     p_lane {schema}.queue_lanes, p_slot smallint, p_ready_generation bigint, p_gaps int8multirange, p_limit integer,
-    p_claim_cursor bigint, p_now timestamptz, p_deadline_at timestamptz, p_claimed_by text,
+    p_claim_cursor bigint, p_now timestamptz, p_deadline_at timestamptz, p_claimed_by text, p_receipts boolean,
     OUT batch {schema}.claimed_batch, OUT taken int8multirange
 )
 LANGUAGE plpgsql AS $function$
@@ -179,6 +179,14 @@ BEGIN
     batch.args := v_rows.args;
     batch.extras := v_rows.extras;
 
+    IF v_rows.has_unique THEN
+        PERFORM {schema}.release_unique_keys(batch.job_ids, 'running');
+    END IF;
+    IF NOT p_receipts THEN
+        batch.claim_slot := -1;
+        PERFORM {schema}.lease_rows(p_lane, p_slot, p_ready_generation, v_rows, batch, taken, p_claimed_by);
+        RETURN;
+    END IF;
     INSERT INTO {schema}.lease_claim_batches (
         batch_id, claim_generation, ready_generation, run_lease, claimed_at, deadline_at, lane_id, claim_slot, ready_slot,
         has_unique, claimed_by, lane_ranges, job_ids, run_leases)
@@ -193,9 +201,90 @@ BEGIN
     VALUES (
         batch.batch_id, p_ready_generation, p_claim_cursor >> 8, v_rows.seq_hi, p_now, p_lane.lane_id, v_rows.row_count, p_slot,
         batch.claim_slot, v_rows.has_unique, taken);
-    IF v_rows.has_unique THEN
-        PERFORM {schema}.release_unique_keys(batch.job_ids, 'running');
+END
+$function$;
+
+-- The claim of rows without receipts: every attempt is a lease from the beginning (lease_claim_receipts = false).
+CREATE FUNCTION {schema}.lease_rows(
+    p_lane {schema}.queue_lanes, p_slot smallint, p_ready_generation bigint, p_rows {schema}.ready_rows,
+    p_batch {schema}.claimed_batch, p_taken int8multirange, p_claimed_by text
+) RETURNS void
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_n integer;
+    v_job {schema}.job_body;
+BEGIN
+    FOR v_n IN 1 .. p_rows.row_count LOOP
+        v_job := {schema}.ready_body_in(p_slot, p_lane.lane_id, p_rows.lane_seqs[v_n]);
+        v_job.run_lease := v_job.run_lease + 1;
+        v_job.claimed_at := p_batch.claimed_at;
+        PERFORM {schema}.store_lease(v_job, p_batch.batch_id * 1024 + v_n - 1, p_batch.deadline_at, p_claimed_by, p_batch.claimed_at);
+    END LOOP;
+    INSERT INTO {schema}.ready_claim_attempt_batches (
+        batch_id, ready_generation, claim_generation, lane_hi, claimed_at, lane_id, job_count, ready_slot, claim_slot,
+        has_unique, lane_ranges)
+    VALUES (
+        p_batch.batch_id, p_ready_generation, NULL, p_rows.seq_hi, p_batch.claimed_at, p_lane.lane_id, p_rows.row_count, p_slot,
+        NULL, p_rows.has_unique, p_taken);
+END
+$function$;
+
+-- first_run_at_<slot>: since when the first row of a lane above p_spent could have run. It may be taken already; then the
+-- lane seems a little older than it is.
+SELECT {schema}.create_slot_functions('queue', 'first_run_at_in', 'p_lane_id integer, p_spent bigint', 'timestamptz', $template$
+BEGIN
+    RETURN (
+        SELECT r.run_at
+        FROM {schema}.ready_entries_<slot> AS r
+        WHERE r.lane_id = p_lane_id AND r.lane_seq > p_spent
+        ORDER BY r.lane_seq
+        LIMIT 1);
+END
+$template$);
+
+-- Since when a lane's head waits; NULL when the lane is empty.
+CREATE FUNCTION {schema}.waiting_since(p_lane {schema}.queue_lanes) RETURNS timestamptz
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_spent bigint := pg_sequence_last_value(p_lane.spent);
+    v_slot smallint;
+    v_since timestamptz;
+BEGIN
+    IF v_spent >= pg_sequence_last_value(p_lane.seq) THEN
+        RETURN NULL;
     END IF;
+    FOR v_slot IN SELECT s.slot FROM {schema}.ready_slots_from(pg_sequence_last_value(p_lane.generation)) AS s LOOP
+        v_since := {schema}.first_run_at_in(v_slot, p_lane.lane_id, v_spent);
+        EXIT WHEN v_since IS NOT NULL;
+    END LOOP;
+    RETURN v_since;
+END
+$function$;
+
+-- A queue's lanes in the order a claim takes them. With p_aging a lane rises one priority for every p_aging its head has
+-- waited, and among equals the older head goes first, so that no priority starves. Shards of one priority take turns.
+CREATE FUNCTION {schema}.lanes_of(p_queue text, p_aging interval, p_now timestamptz) RETURNS SETOF {schema}.queue_lanes
+LANGUAGE plpgsql AS $function$
+DECLARE
+    c_turn constant integer := floor(random() * 64);
+BEGIN
+    IF p_aging IS NULL THEN
+        RETURN QUERY
+            SELECT l.*
+            FROM {schema}.queue_lanes AS l
+            WHERE l.queue = p_queue
+            ORDER BY l.priority, (l.enqueue_shard + c_turn) & 63, l.lane_id;
+        RETURN;
+    END IF;
+    RETURN QUERY
+        SELECT (o.lane).*
+        FROM (
+            SELECT l AS lane, l.priority, l.enqueue_shard, l.lane_id, {schema}.waiting_since(l) AS since
+            FROM {schema}.queue_lanes AS l
+            WHERE l.queue = p_queue
+        ) AS o
+        ORDER BY greatest(o.priority - coalesce(floor(extract(epoch FROM p_now - o.since) / extract(epoch FROM p_aging)), 0), 1),
+                 o.since, (o.enqueue_shard + c_turn) & 63, o.lane_id;
 END
 $function$;
 
@@ -203,7 +292,8 @@ $function$;
 -- a lane with work was busy in another claim: ask again soon.
 -- p_probe also looks into the holes set aside; callers ask for it once per poll interval and on wake-up.
 CREATE FUNCTION {schema}.claim(
-    p_queue text, p_limit integer, p_deadline interval DEFAULT NULL, p_claimed_by text DEFAULT NULL, p_probe boolean DEFAULT false
+    p_queue text, p_limit integer, p_deadline interval DEFAULT NULL, p_claimed_by text DEFAULT NULL, p_probe boolean DEFAULT false,
+    p_aging interval DEFAULT NULL, p_receipts boolean DEFAULT true
 ) RETURNS SETOF {schema}.claimed_batch
 LANGUAGE plpgsql AS $function$
 DECLARE
@@ -237,9 +327,11 @@ BEGIN
             USING ERRCODE = 'feature_not_supported';
     END IF;
 
-    FOR v_lane IN
-        SELECT l.* FROM {schema}.queue_lanes AS l WHERE l.queue = p_queue ORDER BY l.priority, l.enqueue_shard, l.lane_id
-    LOOP
+    IF EXISTS (SELECT FROM {schema}.queue_meta AS m WHERE m.queue = p_queue AND m.paused) THEN
+        RETURN;
+    END IF;
+
+    FOR v_lane IN SELECT l.* FROM {schema}.lanes_of(p_queue, p_aging, c_now) AS l LOOP
         EXIT WHEN v_left <= 0;
         v_allocated := pg_sequence_last_value(v_lane.seq);
         CONTINUE WHEN pg_sequence_last_value(v_lane.spent) >= v_allocated AND NOT p_probe;
@@ -256,7 +348,8 @@ BEGIN
         IF p_probe THEN
             FOR v_batch IN
                 SELECT r.*
-                FROM {schema}.claim_late_rows(v_lane, v_left, v_claim_cursor, c_now, c_now + p_deadline, p_claimed_by) AS r
+                FROM {schema}.claim_late_rows(v_lane, v_left, v_claim_cursor, c_now, c_now + p_deadline, p_claimed_by,
+                    p_receipts) AS r
             LOOP
                 v_left := v_left - cardinality(v_batch.job_ids);
                 RETURN NEXT v_batch;
@@ -296,7 +389,7 @@ BEGIN
             EXIT WHEN v_left <= 0;
             SELECT r.batch, r.taken INTO v_picked
             FROM {schema}.claim_rows(v_lane, v_slot.slot, v_slot.generation, v_gaps, v_left, v_claim_cursor, c_now,
-                c_now + p_deadline, p_claimed_by) AS r;
+                c_now + p_deadline, p_claimed_by, p_receipts) AS r;
             CONTINUE WHEN v_picked.taken IS NULL;
             v_batch := v_picked.batch;
             v_left := v_left - cardinality(v_batch.job_ids);

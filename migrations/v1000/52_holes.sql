@@ -120,7 +120,7 @@ $function$;
 -- lane's lock and has pinned the claim slot.
 CREATE FUNCTION {schema}.claim_late_rows(
     p_lane {schema}.queue_lanes, p_limit integer, p_claim_cursor bigint, p_now timestamptz, p_deadline_at timestamptz,
-    p_claimed_by text
+    p_claimed_by text, p_receipts boolean
 ) RETURNS SETOF {schema}.claimed_batch
 LANGUAGE plpgsql AS $function$
 DECLARE
@@ -160,7 +160,7 @@ BEGIN
         EXIT WHEN v_left <= 0;
         SELECT r.batch, r.taken INTO v_picked
         FROM {schema}.claim_rows(p_lane, v_slot.slot, v_slot.generation, v_open - v_emitted, v_left, p_claim_cursor, p_now,
-            p_deadline_at, p_claimed_by) AS r;
+            p_deadline_at, p_claimed_by, p_receipts) AS r;
         CONTINUE WHEN v_picked.taken IS NULL;
         v_batch := v_picked.batch;
         v_left := v_left - cardinality(v_batch.job_ids);

@@ -115,7 +115,15 @@ DECLARE
 BEGIN
     PERFORM {schema}.lock_claim_batches(p_receipt_ids);
 
-    FOR v_slot IN SELECT DISTINCT s FROM unnest(p_claim_slots) AS s ORDER BY s LOOP
+    -- A receipt without a claim slot was a lease from the beginning.
+    v_lost := ARRAY(
+        SELECT i.place::integer
+        FROM unnest(p_claim_slots) WITH ORDINALITY AS i (claim_slot, place)
+        WHERE NOT EXISTS (SELECT FROM {schema}.claim_ring_slots AS s WHERE s.slot = i.claim_slot));
+    FOR v_slot IN
+        SELECT DISTINCT s.slot FROM unnest(p_claim_slots) AS i (claim_slot) JOIN {schema}.claim_ring_slots AS s ON s.slot = i.claim_slot
+        ORDER BY s.slot
+    LOOP
         v_done := {schema}.complete_in(v_slot, p_claim_slots, p_receipt_ids, p_job_ids, p_run_leases, v_now);
         v_lost := v_lost || v_done.lost;
         IF v_done.unique_jobs IS NOT NULL THEN

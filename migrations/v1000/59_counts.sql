@@ -2,7 +2,7 @@
 
 -- Counts stretches of deep backlogs once and keeps the numbers: of lanes with over p_stretch numbers beyond what is
 -- counted, as far as nothing can change any more. Returns how many stretches it added.
-CREATE FUNCTION {schema}.settle_backlog_segments(p_stretch bigint DEFAULT 100000) RETURNS integer
+CREATE FUNCTION {schema}.settle_backlog_segments(p_stretch bigint DEFAULT 25000) RETURNS integer
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_lane {schema}.queue_lanes;

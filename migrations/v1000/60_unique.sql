@@ -81,16 +81,6 @@ BEGIN
 END
 $function$;
 
--- Ends an attempt that lost its key while it did without. The caller has locked the lease row.
-CREATE FUNCTION {schema}.supersede_lease(p_lease {schema}.leases, p_holder bigint) RETURNS void
-LANGUAGE plpgsql AS $function$
-BEGIN
-    PERFORM {schema}.finish_job({schema}.take_lease(p_lease.receipt_id, p_lease.job_id, p_lease.run_lease), 'cancelled',
-        clock_timestamp(), {schema}.superseded_by(p_holder), NULL, NULL);
-    PERFORM {schema}.signal_attempt(p_lease.job_id, p_lease.run_lease, 'over');
-END
-$function$;
-
 -- Forgets expired claims, at most p_limit. Returns how many.
 CREATE FUNCTION {schema}.purge_unique_keys(p_limit integer) RETURNS integer
 LANGUAGE plpgsql AS $function$

@@ -130,12 +130,31 @@ BEGIN
 END
 $function$;
 
+-- Takes or gives up the unique key of an attempt that changes its state. Where somebody else took the key meanwhile the
+-- attempt, the older, is ended with that reason. The caller has locked the lease row.
+CREATE FUNCTION {schema}.lease_is_superseded(p_lease {schema}.leases, p_state {schema}.job_state) RETURNS boolean
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_holder bigint;
+BEGIN
+    IF p_lease.unique_key IS NULL THEN
+        RETURN false;
+    END IF;
+    v_holder := {schema}.enter_state(p_lease.job_id, p_lease.unique_key, p_lease.unique_states, p_state);
+    IF v_holder IS NULL THEN
+        RETURN false;
+    END IF;
+    PERFORM {schema}.finish_job({schema}.take_lease(p_lease.receipt_id, p_lease.job_id, p_lease.run_lease), 'cancelled',
+        clock_timestamp(), {schema}.superseded_by(v_holder), NULL, NULL);
+    RETURN true;
+END
+$function$;
+
 -- The attempt now waits for its callback. Says where it stands: waiting; resumed, when the callback came first; or over.
 CREATE FUNCTION {schema}.wait_for_callback(p_receipt_id bigint, p_job_id bigint, p_run_lease bigint, p_callback_id uuid) RETURNS text
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_lease {schema}.leases;
-    v_holder bigint;
 BEGIN
     -- Lock: the lease row. A callback that comes meanwhile waits here, or came before and is seen.
     SELECT l.* INTO v_lease
@@ -146,16 +165,12 @@ BEGIN
         RETURN 'over';
     ELSIF v_lease.callback_id = p_callback_id THEN
         IF v_lease.state = 'running' THEN
-            UPDATE {schema}.leases AS l
-            SET state = 'waiting_external'
-            WHERE l.job_id = p_job_id AND l.run_lease = p_run_lease;
-            IF v_lease.unique_key IS NOT NULL THEN
-                v_holder := {schema}.enter_state(v_lease.job_id, v_lease.unique_key, v_lease.unique_states, 'waiting_external');
-                IF v_holder IS NOT NULL THEN
-                    PERFORM {schema}.supersede_lease(v_lease, v_holder);
-                    RETURN 'over';
-                END IF;
+            IF {schema}.lease_is_superseded(v_lease, 'waiting_external') THEN
+                RETURN 'over';
             END IF;
+            UPDATE {schema}.leases AS l
+            SET state = 'waiting_external', deadline_at = NULL  -- a deadline does not run while somebody else does the work
+            WHERE l.job_id = p_job_id AND l.run_lease = p_run_lease;
         END IF;
         RETURN 'waiting';
     ELSIF v_lease.callback_id IS NULL AND v_lease.state = 'running' THEN
@@ -190,7 +205,6 @@ LANGUAGE plpgsql AS $function$
 DECLARE
     v_now timestamptz := clock_timestamp();
     v_lease {schema}.leases;
-    v_holder bigint;
 BEGIN
     IF p_action IS NULL OR p_action NOT IN ('complete', 'fail', 'retry', 'resume') THEN
         RAISE EXCEPTION 'action must be complete, fail, retry or resume, not %', coalesce(p_action, 'null')
@@ -205,18 +219,15 @@ BEGIN
     run_lease := v_lease.run_lease;
 
     IF p_action = 'resume' THEN
+        IF {schema}.lease_is_superseded(v_lease, 'running') THEN
+            PERFORM {schema}.signal_attempt(v_lease.job_id, v_lease.run_lease, 'over');
+            state := 'cancelled';
+            RETURN NEXT;
+            RETURN;
+        END IF;
         UPDATE {schema}.leases AS l
         SET state = 'running', alive_at = v_now, callback_id = NULL, callback_timeout_at = NULL, callback_payload = p_payload
         WHERE l.callback_id = p_callback_id;
-        IF v_lease.unique_key IS NOT NULL THEN
-            v_holder := {schema}.enter_state(v_lease.job_id, v_lease.unique_key, v_lease.unique_states, 'running');
-            IF v_holder IS NOT NULL THEN
-                PERFORM {schema}.supersede_lease(v_lease, v_holder);
-                state := 'cancelled';
-                RETURN NEXT;
-                RETURN;
-            END IF;
-        END IF;
         state := 'running';
         PERFORM {schema}.signal_attempt(v_lease.job_id, v_lease.run_lease, 'resumed');
         RETURN NEXT;
@@ -228,12 +239,39 @@ BEGIN
     IF p_payload IS NOT NULL THEN
         v_lease.metadata := coalesce(v_lease.metadata, '{}') || jsonb_build_object('_awa_callback_result', p_payload);
     END IF;
-    state := {schema}.finish_job({schema}.job_of_lease(v_lease),
-        CASE p_action WHEN 'complete' THEN 'completed' WHEN 'fail' THEN 'failed' ELSE 'retryable' END::{schema}.job_state,
-        v_now, CASE p_action WHEN 'fail' THEN coalesce(p_error, 'failed by its callback') ELSE p_error END,
-        CASE WHEN p_action = 'retry' THEN interval '0' END, NULL);
+    IF p_action = 'retry' THEN
+        -- As 0.5 does it, and as an operator's retry: now, with all its attempts.
+        state := {schema}.restart_job({schema}.job_of_lease(v_lease), p_error, v_now);
+    ELSE
+        state := {schema}.finish_job({schema}.job_of_lease(v_lease),
+            CASE p_action WHEN 'complete' THEN 'completed' ELSE 'failed' END::{schema}.job_state, v_now,
+            CASE p_action WHEN 'fail' THEN coalesce(p_error, 'failed by its callback') END, NULL, NULL);
+    END IF;
     PERFORM {schema}.signal_attempt(v_lease.job_id, v_lease.run_lease, 'over');
     RETURN NEXT;
+END
+$function$;
+
+-- Gives a job whose attempt was just taken from it all its attempts again, at once.
+CREATE FUNCTION {schema}.restart_job(p_job {schema}.job_body, p_error text, p_now timestamptz) RETURNS {schema}.job_state
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_holder bigint;
+BEGIN
+    DELETE FROM {schema}.attempt_state AS s WHERE s.job_id = p_job.job_id AND s.run_lease <= p_job.run_lease;
+    p_job.errors := {schema}.with_error(p_job.errors, p_job.attempt + 1, p_error, p_now);
+    p_job.attempt := 0;
+    p_job.run_at := p_now;
+    IF p_job.unique_key IS NOT NULL THEN
+        v_holder := {schema}.enter_state(p_job.job_id, p_job.unique_key, p_job.unique_states, 'available');
+        IF v_holder IS NOT NULL THEN
+            p_job.errors := {schema}.with_error(p_job.errors, 0, {schema}.superseded_by(v_holder), p_now);
+            PERFORM {schema}.store_done(p_job, 'cancelled', p_now);
+            RETURN 'cancelled';
+        END IF;
+    END IF;
+    PERFORM {schema}.store_ready(p_job);
+    RETURN 'available';
 END
 $function$;
 

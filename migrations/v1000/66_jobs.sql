@@ -131,7 +131,7 @@ BEGIN
         v_limit := v_limit - v_n;
     END IF;
     IF 'running' = ANY (v_states) THEN
-        FOR v_slot IN SELECT s.slot FROM {schema}.ring_slots('claim') AS s WHERE s.state <> 'pruned' LOOP
+        FOR v_slot IN SELECT s.slot FROM {schema}.claim_ring_slots AS s LOOP
             EXIT WHEN v_limit <= 0;
             RETURN QUERY
                 SELECT r.*

@@ -263,17 +263,9 @@ fn place_table(place: &JobPlace) -> Table {
 
 pub(super) fn queues_table(report: &QueueCounts) -> Table {
     let mut table = Table::new(&[
-        "queue",
-        "available",
-        "scheduled",
-        "retryable",
-        "running",
-        "completed",
-        "failed",
-        "cancelled",
-        "oldest ready",
+        "queue", "avail", "sched", "retry", "run", "wait", "done", "failed", "dlq", "cancel", "oldest", "",
     ])
-    .numbers(&[1, 2, 3, 4, 5, 6, 7])
+    .numbers(&[1, 2, 3, 4, 5, 6, 7, 8, 9])
     .when_empty("no queue ever had a job");
     for q in &report.queues {
         table.row([
@@ -282,10 +274,13 @@ pub(super) fn queues_table(report: &QueueCounts) -> Table {
             thousands(q.scheduled),
             thousands(q.retryable),
             thousands(q.running),
+            thousands(q.waiting),
             thousands(q.completed),
             thousands(q.failed),
+            thousands(q.dlq),
             thousands(q.cancelled),
             q.oldest_ready_age_s.map(|s| human_duration(Duration::from_secs_f64(s.max(0.0)))).unwrap_or_default(),
+            if q.paused { "paused" } else { "" }.to_owned(),
         ]);
     }
     table

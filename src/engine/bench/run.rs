@@ -117,11 +117,7 @@ fn fleet(target: &Target, scenario: &Scenario, ledger: &Arc<Ledger>) -> Fleet {
     let recorder = Recorder { ledger: Arc::clone(ledger), takes: Duration::from_millis(scenario.job_ms) };
     registry.insert(recorder).unwrap_or_else(|error| unreachable!("one handler: {error}"));
     let workers = usize::from(scenario.workers);
-    Fleet::start(
-        target,
-        registry,
-        FleetOptions::new(vec![QueueOptions { name: QUEUE.into(), workers, prefetch: None, deadline: None }]),
-    )
+    Fleet::start(target, registry, FleetOptions::new(vec![QueueOptions::new(QUEUE, workers)]))
 }
 
 async fn timed(

@@ -34,7 +34,10 @@ pub struct Config {
 
 /// How one queue is served.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields, expecting = "a map with `workers` and `deadline`")]
+#[serde(
+    deny_unknown_fields,
+    expecting = "a map with `workers`, `deadline`, `priority_aging` and `lease_claim_receipts`"
+)]
 pub struct QueueConfig {
     /// Jobs that run at a time, 1..=[`MAX_WORKERS`]; 32 unless given.
     #[serde(default = "default_workers", deserialize_with = "workers")]
@@ -42,11 +45,25 @@ pub struct QueueConfig {
     /// How long an attempt may take; longer than zero. Without one it may take for ever.
     #[serde(default, deserialize_with = "some_limit")]
     pub deadline: Option<Duration>,
+    /// How long the head of a lower priority waits before it counts as one higher; a minute unless given.
+    #[serde(default = "default_aging", deserialize_with = "some_limit")]
+    pub priority_aging: Option<Duration>,
+    /// False claims into `leases` instead of receipts (ADR-023); true unless given.
+    #[serde(default = "yes")]
+    pub lease_claim_receipts: bool,
+}
+
+fn default_aging() -> Option<Duration> {
+    Some(Duration::from_secs(60))
+}
+
+fn yes() -> bool {
+    true
 }
 
 impl Default for QueueConfig {
     fn default() -> Self {
-        Self { workers: DEFAULT_WORKERS, deadline: None }
+        Self { workers: DEFAULT_WORKERS, deadline: None, priority_aging: default_aging(), lease_claim_receipts: true }
     }
 }
 

@@ -114,6 +114,8 @@ impl Prepared for Claim {
 pub(super) struct Dispatcher {
     queue: Arc<str>,
     deadline: Option<Duration>,
+    aging: Option<Duration>,
+    receipts: bool,
     /// Running and prefetched jobs at most.
     capacity: usize,
     permits: Arc<Semaphore>,
@@ -137,6 +139,8 @@ impl Dispatcher {
         Self {
             queue,
             deadline: options.deadline,
+            aging: options.priority_aging,
+            receipts: options.lease_claim_receipts,
             capacity: options.workers + prefetch,
             permits: Arc::new(Semaphore::new(options.workers)),
             poll_interval,
@@ -209,7 +213,7 @@ impl Dispatcher {
 
     async fn claim(&mut self, limit: usize, probe: bool) -> Result<Claims> {
         let shared = &self.shared;
-        let options = ClaimOptions { deadline: self.deadline, probe };
+        let options = ClaimOptions { deadline: self.deadline, probe, aging: self.aging, receipts: self.receipts };
         let outcome = match self.link.ready().await {
             Ok((client, claim)) => {
                 let intern = |kind: &str| shared.registry.intern(kind);
