@@ -178,6 +178,17 @@ async fn a_key_kept_after_its_job_was_pruned_is_free_when_its_time_is_over_thoug
 }
 
 #[tokio::test]
+async fn a_claim_without_receipts_lets_go_what_the_mask_does_not_keep_while_running() {
+    let db = Db::odd().await;
+    let s = db.session().await;
+    new_job(&s, "q", "\\x01", "01000000").await;
+    let kept = new_job(&s, "q", "\\x02", DEFAULT).await;
+    s.exec("SELECT @claim('q', 10, p_receipts => false)").await;
+    assert_eq!(s.one::<i64>("SELECT count(*) FROM @leases").await, 2);
+    assert_eq!((holder(&s, "\\x01").await, holder(&s, "\\x02").await), (None, Some(kept)));
+}
+
+#[tokio::test]
 async fn whatever_removes_a_job_removes_its_key() {
     let db = Db::odd().await;
     let s = db.session().await;
