@@ -20,7 +20,8 @@ CREATE TYPE {schema}.claimed_batch AS (
     args         jsonb[],
     extras       jsonb[],      -- tags, metadata, errors, progress; NULL where the job has none
     job_count    integer,
-    lane_ranges  int8multirange
+    lane_ranges  int8multirange,
+    has_unique   boolean       -- whether any of the jobs has a unique key
 );
 
 -- The claim ring's open slot, kept from being truncated until this transaction ends; see pin_ready_slot.
@@ -137,17 +138,24 @@ BEGIN
         FROM picked AS p CROSS JOIN batch AS b
     )
     SELECT b.batch_id, (p_claim_cursor & 255)::smallint, p_priority, p_now, p_deadline_at, p.job_ids, p.run_leases, p.attempts,
-           p.max_attempts, p.run_ats, p.created_ats, p.kinds, p.args, p.extras, p.row_count, b.taken
+           p.max_attempts, p.run_ats, p.created_ats, p.kinds, p.args, p.extras, p.row_count, b.taken,
+           p.has_unique
     FROM picked AS p CROSS JOIN batch AS b;
 END
 $template$);
 
--- Gives every attempt of a batch just claimed a lease at once (lease_claim_receipts = false).
-CREATE FUNCTION {schema}.lease_batch(p_batch {schema}.claimed_batch) RETURNS void
+-- What a batch just claimed needs beside its receipts, seldom: jobs give up unique keys whose mask leaves out running, and
+-- without receipts (lease_claim_receipts = false) every attempt gets a lease at once.
+CREATE FUNCTION {schema}.settle_claimed(p_batch {schema}.claimed_batch, p_receipts boolean) RETURNS void
 LANGUAGE plpgsql AS $function$
 BEGIN
-    PERFORM {schema}.materialise(p_batch.claim_slot, p_batch.batch_id * 1024 + n - 1, p_batch.job_ids[n], p_batch.run_leases[n])
-    FROM generate_series(1, p_batch.job_count) AS n;
+    IF p_batch.has_unique THEN
+        PERFORM {schema}.release_unique_keys(p_batch.job_ids, 'running');
+    END IF;
+    IF NOT p_receipts THEN
+        PERFORM {schema}.materialise(p_batch.claim_slot, p_batch.batch_id * 1024 + n - 1, p_batch.job_ids[n], p_batch.run_leases[n])
+        FROM generate_series(1, p_batch.job_count) AS n;
+    END IF;
 END
 $function$;
 
@@ -313,8 +321,8 @@ BEGIN
                 FROM {schema}.claim_rows_in(v_slot.slot, v_lane.lane_id, v_lane.priority, v_slot.generation, v_gaps, v_left,
                     v_claim_cursor, c_now, c_now + p_deadline, p_claimed_by) AS r
             LOOP
-                IF NOT p_receipts THEN
-                    PERFORM {schema}.lease_batch(v_batch);
+                IF v_batch.has_unique OR NOT p_receipts THEN
+                    PERFORM {schema}.settle_claimed(v_batch, p_receipts);
                 END IF;
                 v_left := v_left - v_batch.job_count;
                 v_seen := v_seen + v_batch.lane_ranges;

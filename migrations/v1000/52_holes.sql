@@ -162,8 +162,8 @@ BEGIN
             FROM {schema}.claim_rows_in(v_slot.slot, p_lane.lane_id, p_lane.priority, v_slot.generation, v_open - v_emitted, v_left,
                 p_claim_cursor, p_now, p_deadline_at, p_claimed_by) AS r
         LOOP
-            IF NOT p_receipts THEN
-                PERFORM {schema}.lease_batch(v_batch);
+            IF v_batch.has_unique OR NOT p_receipts THEN
+                PERFORM {schema}.settle_claimed(v_batch, p_receipts);
             END IF;
             v_left := v_left - v_batch.job_count;
             v_emitted := v_emitted + v_batch.lane_ranges;

@@ -304,13 +304,12 @@ $function$;
 CREATE FUNCTION {schema}.release_unique_keys(p_job_ids bigint[], p_state {schema}.job_state) RETURNS void
 LANGUAGE plpgsql AS $function$
 DECLARE
-    v_bit integer := array_position(enum_range(NULL::{schema}.job_state), p_state) - 1;
     v_key bytea;
 BEGIN
     FOR v_key IN
         SELECT c.unique_key
         FROM {schema}.job_unique_claims AS c
-        WHERE c.job_id = ANY (p_job_ids) AND get_bit(c.unique_states, v_bit) = 0
+        WHERE c.job_id = ANY (p_job_ids) AND NOT {schema}.holds_key(c.unique_states, p_state)
         ORDER BY c.unique_key
         FOR UPDATE
     LOOP

@@ -7,7 +7,7 @@ use serde::Serialize;
 use tokio::io::{AsyncBufRead, AsyncBufReadExt};
 use tokio_postgres::Client;
 
-use super::enqueue::{BulkEnqueue, NewJob};
+use super::enqueue::{BulkEnqueue, Enqueued, NewJob};
 use super::error::{EngineError, Result};
 use super::schema::Schema;
 
@@ -47,6 +47,14 @@ pub struct BadLine {
     pub why: String,
 }
 
+/// A line whose job was there already.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct DuplicateLine {
+    pub line: u64,
+    /// The job that holds its unique key.
+    pub duplicate_of: i64,
+}
+
 /// How far the stream came.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct StreamReport {
@@ -59,6 +67,9 @@ pub struct StreamReport {
     /// Lines left out; only the newest [`KEPT_BAD_LINES`] are kept below.
     pub skipped: u64,
     pub bad_lines: VecDeque<BadLine>,
+    /// Lines whose job was there already; only the newest [`KEPT_BAD_LINES`] are kept below.
+    pub duplicates: u64,
+    pub duplicate_lines: VecDeque<DuplicateLine>,
     /// Where to go on after the bad line that stopped it.
     pub resume_from: Option<u64>,
 }
@@ -163,6 +174,20 @@ impl StreamReport {
         }
         self.bad_lines.push_back(BadLine { line, why });
     }
+
+    fn count(&mut self, lines: &[u64], enqueued: &[Enqueued]) {
+        for (&line, job) in lines.iter().zip(enqueued) {
+            if !job.duplicate {
+                self.enqueued += 1;
+                continue;
+            }
+            self.duplicates += 1;
+            if self.duplicate_lines.len() == KEPT_BAD_LINES {
+                self.duplicate_lines.pop_front();
+            }
+            self.duplicate_lines.push_back(DuplicateLine { line, duplicate_of: job.job_id });
+        }
+    }
 }
 
 #[derive(Default)]
@@ -195,7 +220,7 @@ impl Batch {
                 continue;
             }
             match self.enqueue(client, bulk, part.clone()).await {
-                Ok(()) => report.enqueued += part.len() as u64,
+                Ok(enqueued) => report.count(&self.lines[part], &enqueued),
                 Err(error) if !is_of_the_data(&error) => return Err(error),
                 Err(error) if on_error == OnError::Stop => {
                     report.bad(self.lines[part.start], format!("the batch that starts here was refused: {error}"));
@@ -216,11 +241,11 @@ impl Batch {
         Ok(())
     }
 
-    async fn enqueue(&self, client: &mut Client, bulk: &BulkEnqueue, part: Range<usize>) -> Result<()> {
+    async fn enqueue(&self, client: &mut Client, bulk: &BulkEnqueue, part: Range<usize>) -> Result<Vec<Enqueued>> {
         let transaction = client.transaction().await?;
-        bulk.run(&transaction, &self.jobs[part]).await?;
+        let enqueued = bulk.run(&transaction, &self.jobs[part]).await?;
         transaction.commit().await?;
-        Ok(())
+        Ok(enqueued)
     }
 }
 

@@ -31,6 +31,7 @@ pub mod ring;
 pub mod schema;
 pub mod target;
 pub mod tls;
+pub mod unique;
 pub mod worker;
 
 pub use connect::{Session, connect};

@@ -139,6 +139,35 @@ const GUARDS: &[(&str, &str, &str)] = &[
     ("cron_resume", "OR (OLD.paused AND NOT NEW.paused) THEN", "THEN"),
     ("cron_0_5", "greatest(c.cursor_at, c.last_enqueued_at), clock_timestamp()", "c.cursor_at, clock_timestamp()"),
     ("key_order", "ORDER BY j.unique_key, j.ord", "ORDER BY random()"),
+    ("claim_release", "        PERFORM {schema}.release_unique_keys(batch.job_ids, 'running');", "        PERFORM 1;"),
+    ("key_expiry", "ELSIF v_held_until <= clock_timestamp() THEN", "ELSIF false THEN"),
+    (
+        "key_retention",
+        "SET held_until = t.finalized_at + coalesce(m.unique_retention, interval '24 hours')",
+        "SET held_until = NULL",
+    ),
+    (
+        "superseded",
+        "IF v_holder IS NOT NULL AND v_state IN ('retryable', 'scheduled') THEN",
+        "IF v_holder IS NOT NULL AND v_holder = 0 THEN",
+    ),
+    (
+        "superseded_promotion",
+        "IF v_holder IS NOT NULL THEN\n            v_superseded",
+        "IF false THEN\n            v_superseded",
+    ),
+    (
+        "superseded_lease",
+        "IF v_holder IS NULL THEN\n        RETURN false;\n    END IF;\n    PERFORM {schema}.finish_job",
+        "IF true THEN\n        RETURN false;\n    END IF;\n    PERFORM {schema}.finish_job",
+    ),
+    (
+        "superseded_restart",
+        "IF v_holder IS NOT NULL THEN\n            p_job.errors := {schema}.with_error(p_job.errors, 0",
+        "IF false THEN\n            p_job.errors := {schema}.with_error(p_job.errors, 0",
+    ),
+    ("key_mask", "IF NOT {schema}.holds_key(p_unique_states, p_state) THEN", "IF false THEN"),
+    ("key_of_deleted", "WHERE c.unique_key = v_job.unique_key AND c.job_id = v_job.job_id;", "WHERE false;"),
 ];
 
 pub fn take_out(text: String) -> String {
