@@ -82,6 +82,15 @@ CREATE TABLE {schema}.job_unique_claims (
 CREATE INDEX job_unique_claims_by_expiry ON {schema}.job_unique_claims (held_until) WHERE held_until IS NOT NULL;
 CREATE INDEX job_unique_claims_by_job ON {schema}.job_unique_claims (job_id);
 
+-- What finished in segments that are pruned, all told. Written by folding the deltas below, and only when no old snapshot
+-- keeps the rows that this kills.
+CREATE TABLE {schema}.queue_terminal_rollups (
+    queue     text               NOT NULL,
+    state     {schema}.job_state NOT NULL,
+    job_count bigint             NOT NULL,
+    PRIMARY KEY (queue, state)
+);
+
 -- What finished in segments that are pruned: one appended row per (pruned generation, queue, state).
 CREATE TABLE {schema}.queue_terminal_rollup_deltas (
     generation bigint             NOT NULL,
