@@ -86,7 +86,7 @@ $template$);
 SELECT {schema}.create_slot_functions('queue', 'claim_rows_in',
     'p_lane_id integer, p_priority smallint, p_ready_generation bigint, p_gaps int8multirange, p_limit integer, p_claim_cursor bigint,
      p_now timestamptz, p_deadline_at timestamptz, p_claimed_by text',
-    'SETOF {schema}.claimed_batch', $template$
+    '{schema}.claimed_batch', $template$
 BEGIN
     RETURN QUERY
     WITH picked AS MATERIALIZED (
@@ -140,7 +140,7 @@ BEGIN
            p.max_attempts, p.run_ats, p.created_ats, p.kinds, p.args, p.extras, p.row_count, b.taken
     FROM picked AS p CROSS JOIN batch AS b;
 END
-$template$);
+$template$, p_set => true);
 
 -- Up to p_limit jobs of a queue. Lanes by priority, first in first out within a lane. A row with batch_id NULL says that
 -- a lane with work was busy in another claim: ask again soon.
