@@ -53,7 +53,7 @@ SELECT {schema}.create_ring('lease', 8);
 -- touches one partition.
 CREATE FUNCTION {schema}.create_slot_functions(
     p_ring text, p_name text, p_arguments text, p_returns text, p_template text,
-    p_otherwise text DEFAULT 'RAISE case_not_found;'
+    p_otherwise text DEFAULT 'RAISE case_not_found;', p_set boolean DEFAULT false
 ) RETURNS void
 LANGUAGE plpgsql AS $function$
 DECLARE
@@ -61,12 +61,13 @@ DECLARE
     v_slots smallint[];
     v_names text;
     v_branches text;
-    v_return text := CASE WHEN p_returns LIKE 'SETOF %' THEN 'RETURN QUERY SELECT * FROM' ELSE 'RETURN' END;
+    v_returns text := CASE WHEN p_set THEN 'SETOF ' ELSE '' END || p_returns;
+    v_return text := CASE WHEN p_set THEN 'RETURN QUERY SELECT * FROM' ELSE 'RETURN' END;
 BEGIN
     SELECT array_agg(s.slot ORDER BY s.slot) INTO v_slots FROM {schema}.ring_slot_numbers(p_ring) AS s (slot);
     FOREACH v_slot IN ARRAY v_slots LOOP
         EXECUTE format('CREATE FUNCTION %I.%I(%s) RETURNS %s LANGUAGE plpgsql AS %L',
-            {schema_literal}, p_name || '_' || v_slot, p_arguments, p_returns, replace(p_template, '<slot>', v_slot::text));
+            {schema_literal}, p_name || '_' || v_slot, p_arguments, v_returns, replace(p_template, '<slot>', v_slot::text));
     END LOOP;
     SELECT string_agg(split_part(btrim(a, E' \n'), ' ', 1), ', ' ORDER BY n) INTO v_names
     FROM string_to_table(p_arguments, ',') WITH ORDINALITY AS t (a, n);
@@ -74,7 +75,7 @@ BEGIN
     INTO v_branches
     FROM unnest(v_slots) AS s;
     EXECUTE format('CREATE FUNCTION %I.%I(p_slot smallint, %s) RETURNS %s LANGUAGE plpgsql AS %L',
-        {schema_literal}, p_name, p_arguments, p_returns, E'BEGIN\n    CASE p_slot\n' || v_branches || E'\n    ELSE ' || p_otherwise || E'\n    END CASE;\nEND');
+        {schema_literal}, p_name, p_arguments, v_returns, E'BEGIN\n    CASE p_slot\n' || v_branches || E'\n    ELSE ' || p_otherwise || E'\n    END CASE;\nEND');
 END
 $function$;
 

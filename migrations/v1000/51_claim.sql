@@ -87,7 +87,7 @@ $template$);
 SELECT {schema}.create_slot_functions('queue', 'claim_rows_in',
     'p_lane_id integer, p_priority smallint, p_ready_generation bigint, p_gaps int8multirange, p_limit integer, p_claim_cursor bigint,
      p_now timestamptz, p_deadline_at timestamptz, p_claimed_by text',
-    'SETOF {schema}.claimed_batch', $template$
+    '{schema}.claimed_batch', $template$
 BEGIN
     RETURN QUERY
     WITH picked AS MATERIALIZED (
@@ -142,7 +142,7 @@ BEGIN
            p.has_unique
     FROM picked AS p CROSS JOIN batch AS b;
 END
-$template$);
+$template$, p_set => true);
 
 -- What a batch just claimed needs beside its receipts, seldom: jobs give up unique keys whose mask leaves out running, and
 -- without receipts (lease_claim_receipts = false) every attempt gets a lease at once.
