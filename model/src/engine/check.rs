@@ -1,0 +1,132 @@
+//! What must always hold (I1 to I3), and what must happen at least once, lest a property hold because nothing does.
+
+use super::state::*;
+use super::{Config, Role};
+use stateright::Property;
+
+pub const I1: &str = "I1: every committed job is in exactly one place, and can be found there";
+pub const I1_DRAIN: &str = "I1: once all is still, claims find every job, the cursor catches up and every slot can be pruned";
+pub const I2: &str = "I2: one winner an attempt, and never a stale one";
+pub const I3: &str = "I3: only what is over is truncated";
+
+pub(super) fn properties() -> Vec<Property<Config>> {
+    vec![
+        Property::always(I1, |_, st| every_job_is_somewhere(st)),
+        Property::always(I1_DRAIN, |config: &Config, st| drains(config, st)),
+        Property::always(I2, |_, st: &State| {
+            !matches!(st.broken, Some(Broken::EmittedTwice | Broken::TwoWinners | Broken::StaleLeaseWon))
+        }),
+        Property::always(I3, |_, st: &State| {
+            !matches!(
+                st.broken,
+                Some(
+                    Broken::BodyGone
+                        | Broken::TruncatedReadyRow
+                        | Broken::TruncatedOpenAttempt
+                        | Broken::TruncatedOpenHole
+                        | Broken::TruncatedBelowCursor
+                        | Broken::WroteIntoReopenedSlot
+                )
+            )
+        }),
+    ]
+}
+
+/// Things that a configuration should reach: asked for by the tests that explore all of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reached {
+    Completed,
+    Retried,
+    StaleWriterLost,
+    HoleSetAside,
+    HoleFilledLate,
+    HoleEnded,
+    CursorPassedDeadHole,
+    PromisedAndDied,
+    SlotPruned,
+    SlotReopened,
+}
+
+impl Reached {
+    pub fn is_in(self, st: &State) -> bool {
+        let queue = &st.rings[QUEUE];
+        match self {
+            Reached::Completed => st.jobs.iter().any(|j| j.terminal > 0),
+            Reached::Retried => st.rows.iter().any(|r| r.by == By::Committed && r.run_lease > 0),
+            // A writer about to prove an attempt that is closed.
+            Reached::StaleWriterLost => st.sessions.iter().any(|s| {
+                matches!(s.local, Local::Attempt { batch, seq, .. }
+                    if s.at == At::ProveAttempt && st.batches[batch as usize].closed & bit(seq) != 0)
+            }),
+            Reached::HoleSetAside => st.holes.iter().any(|h| h.by == By::Committed),
+            Reached::HoleFilledLate => {
+                let emitted = st.batches.iter().filter(|b| b.by == By::Committed).fold(0, |set, b| set | b.taken);
+                st.holes.iter().any(|h| h.by == By::Committed && h.ranges & emitted != 0)
+            }
+            Reached::HoleEnded => st.holes.iter().any(|h| h.ended == By::Committed),
+            Reached::CursorPassedDeadHole => (0..st.spent).any(|n| st.rows[n as usize].by == By::None),
+            Reached::PromisedAndDied => {
+                queue.cursor.generation > queue.newest().generation
+                    && st.sessions.iter().all(|s| s.locks.ring != Some(QUEUE as u8))
+            }
+            Reached::SlotPruned => queue.pruned != 0,
+            Reached::SlotReopened => queue.pruned & bit(0) != 0 && queue.opened[1..].contains(&1),
+        }
+    }
+}
+
+fn every_job_is_somewhere(st: &State) -> bool {
+    st.jobs.iter().enumerate().filter(|(_, j)| j.enqueued).all(|(n, j)| places(st, n as u8, j) == 1)
+}
+
+/// In how many places a job is where its next step finds it.
+fn places(st: &State, job: u8, j: &Job) -> u8 {
+    let mut places = j.terminal + u8::from(j.deferred > 0);
+    let open_holes = st.holes.iter().filter(|h| h.here && h.by == By::Committed && h.ended != By::Committed);
+    let open_holes = open_holes.fold(0, |set, h| set | h.ranges);
+    for (n, row) in st.rows.iter().enumerate().filter(|(_, r)| r.by == By::Committed && r.job == job) {
+        let mut claimed = st.batches.iter().filter(|b| b.by == By::Committed && b.taken & bit(n as u8) != 0).peekable();
+        if claimed.peek().is_none() {
+            // Ready: above the cursor, or in a hole that is looked into.
+            places += u8::from(row.here && (n as u8 >= st.spent || open_holes & bit(n as u8) != 0));
+        }
+        for batch in claimed.filter(|b| b.closed & bit(n as u8) == 0) {
+            places += u8::from(batch.in_claim_ring && batch.in_queue_ring && row.here);
+        }
+    }
+    places
+}
+
+/// Once nobody is in a transaction: some probes take every ready job, one at a time and undisturbed, and when the attempts
+/// are closed too every sealed slot can be pruned.
+fn drains(config: &Config, st: &State) -> bool {
+    let claimer = config.roles.iter().position(|r| matches!(r, Role::Claimer { .. }));
+    let (Some(me), None) = (claimer, st.broken) else { return true };
+    if st.sessions.iter().any(|s| s.at != At::Idle) {
+        return true;
+    }
+    let patient = Config { batches: BATCHES as u8, ..config.clone() };
+    let mut st = st.clone();
+    for _ in 0..SEQS + 3 {
+        if !patient.begin_claim(&mut st, me, Mode::Probe) {
+            break;
+        }
+        while st.sessions[me].at != At::Idle {
+            let at = st.sessions[me].at;
+            if at == At::Holders || !patient.claim(&mut st, me) {
+                return false;
+            }
+        }
+    }
+    let emitted = st.batches.iter().filter(|b| b.by == By::Committed).fold(0, |set, b| set | b.taken);
+    if st.rows.iter().enumerate().any(|(n, r)| r.by == By::Committed && emitted & bit(n as u8) == 0) {
+        return false;
+    }
+    for batch in &mut st.batches {
+        batch.closed = batch.taken;
+    }
+    let sealed = |ring: usize| (0..config.slots[ring]).filter(move |s| st.rings[ring].is_sealed(*s));
+    st.spent == st.allocated
+        && sealed(QUEUE).all(|slot| !config.is_blocked(&st, QUEUE, slot))
+        && sealed(CLAIM).all(|slot| !config.is_blocked(&st, CLAIM, slot))
+}
