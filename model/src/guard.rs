@@ -18,7 +18,9 @@ pub enum Guard {
     /// settle_holes: once quiet, rows that came meanwhile are looked for.
     KnownRows,
     /// settle_holes: the holders are read before the rows, not after them.
-    HoldersFirst,
+    AsideHoldersFirst,
+    /// claim_late_rows: the same.
+    LateHoldersFirst,
     /// claim_late_rows: a hole lives as long as one of its holders.
     HoleHolders,
     /// claim_late_rows: … and while the limit left rows in it.
@@ -31,6 +33,8 @@ pub enum Guard {
     PromisedSlot,
     /// rotate: a promised slot is opened before any other.
     Promise,
+    /// rotate: one rotator at a time.
+    RotatorLock,
     /// enqueue: the cursor is looked at again under the pin.
     PinRecheck,
     /// claim: the same of the claim slot.
@@ -47,8 +51,6 @@ pub enum Guard {
     ReadyRows,
     /// prune of a queue slot: every lane's cursor is past it.
     LaneCursor,
-    /// prune: the partitions are locked exclusively before the second proof.
-    PartitionLock,
     /// complete: no closure of the receipt before.
     ClosurePredicate,
     /// close: the same.

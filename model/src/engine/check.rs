@@ -5,14 +5,16 @@ use super::{Config, Role};
 use stateright::Property;
 
 pub const I1: &str = "I1: every committed job is in exactly one place, and can be found there";
-pub const I1_DRAIN: &str = "I1: once all is still, claims find every job, the cursor catches up and every slot can be pruned";
+pub const STILL: &str = "I1: once all is still, claims find every job, the cursor catches up and every slot can be pruned";
+pub const I6: &str = "I6: probes find every committed job, whoever else is in a transaction";
 pub const I2: &str = "I2: one winner an attempt, and never a stale one";
 pub const I3: &str = "I3: only what is over is truncated";
 
 pub(super) fn properties() -> Vec<Property<Config>> {
     vec![
         Property::always(I1, |_, st| every_job_is_somewhere(st)),
-        Property::always(I1_DRAIN, |config: &Config, st| drains(config, st)),
+        Property::always(STILL, |config: &Config, st| drains(config, st)),
+        Property::always(I6, |config: &Config, st| probes_find_all(config, st)),
         Property::always(I2, |_, st: &State| {
             !matches!(st.broken, Some(Broken::EmittedTwice | Broken::TwoWinners | Broken::StaleLeaseWon))
         }),
@@ -97,36 +99,72 @@ fn places(st: &State, job: u8, j: &Job) -> u8 {
     places
 }
 
-/// Once nobody is in a transaction: some probes take every ready job, one at a time and undisturbed, and when the attempts
-/// are closed too every sealed slot can be pruned.
-fn drains(config: &Config, st: &State) -> bool {
-    let claimer = config.roles.iter().position(|r| matches!(r, Role::Claimer { .. }));
-    let (Some(me), None) = (claimer, st.broken) else { return true };
-    if st.sessions.iter().any(|s| s.at != At::Idle) {
-        return true;
+/// The first claimer, when neither it nor anybody who could hold it up is in a transaction.
+fn free_claimer(config: &Config, st: &State) -> Option<usize> {
+    let waits = |(role, s): (&Role, &Session)| match role {
+        Role::Claimer { .. } => s.at != At::Idle,
+        Role::Maintenance { .. } => matches!(s.local, Local::Prune { .. }),
+        _ => false,
+    };
+    if st.broken.is_some() || config.roles.iter().zip(&st.sessions).any(waits) {
+        return None;
     }
+    config.roles.iter().position(|r| matches!(r, Role::Claimer { .. }))
+}
+
+/// Calls of one claimer, undisturbed, until all that can be claimed is.
+fn claims_alone(config: &Config, st: &mut State, me: usize, mode: Mode) {
     let patient = Config { batches: BATCHES as u8, ..config.clone() };
-    let mut st = st.clone();
-    for _ in 0..SEQS + 3 {
-        if !patient.begin_claim(&mut st, me, Mode::Probe) {
-            break;
+    for _ in 0..SEQS + 2 {
+        if !patient.begin_claim(st, me, mode) {
+            return;
         }
         while st.sessions[me].at != At::Idle {
-            let at = st.sessions[me].at;
-            if at == At::Holders || !patient.claim(&mut st, me) {
-                return false;
+            if !patient.claim(st, me) {
+                st.sessions[me].at = At::Commit;
             }
         }
     }
-    let emitted = st.batches.iter().filter(|b| b.by == By::Committed).fold(0, |set, b| set | b.taken);
-    if st.rows.iter().enumerate().any(|(n, r)| r.by == By::Committed && emitted & bit(n as u8) == 0) {
+}
+
+fn emitted(st: &State) -> Set {
+    st.batches.iter().filter(|b| b.by == By::Committed).fold(0, |set, b| set | b.taken)
+}
+
+fn ready(st: &State) -> Set {
+    st.rows_seen(SESSIONS, |_| true) & !emitted(st)
+}
+
+fn probes_find_all(config: &Config, st: &State) -> bool {
+    let Some(me) = free_claimer(config, st) else { return true };
+    if ready(st) == 0 {
+        return true;
+    }
+    let mut st = st.clone();
+    claims_alone(config, &mut st, me, Mode::Probe);
+    ready(&st) == 0
+}
+
+/// Once nobody is in a transaction, claims take every ready job (those that lie in holes set aside by a probe), the cursor
+/// catches up with what was handed out, and when the attempts are closed too every sealed slot can be pruned.
+fn drains(config: &Config, st: &State) -> bool {
+    let Some(me) = free_claimer(config, st) else { return true };
+    if st.sessions.iter().any(|s| s.at != At::Idle) {
+        return true;
+    }
+    let aside = st.holes.iter().filter(|h| h.here && h.ended != By::Committed).fold(0, |set, h| set | h.ranges);
+    let mut st = st.clone();
+    claims_alone(config, &mut st, me, Mode::Claim);
+    if ready(&st) & !aside != 0 {
         return false;
     }
+    claims_alone(config, &mut st, me, Mode::Probe);
     for batch in &mut st.batches {
         batch.closed = batch.taken;
     }
     let sealed = |ring: usize| (0..config.slots[ring]).filter(move |s| st.rings[ring].is_sealed(*s));
-    st.spent == st.allocated
+    ready(&st) == 0
+        && st.spent == st.allocated
         && sealed(QUEUE).all(|slot| !config.is_blocked(&st, QUEUE, slot))
         && sealed(CLAIM).all(|slot| !config.is_blocked(&st, CLAIM, slot))
 }

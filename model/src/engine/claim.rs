@@ -47,7 +47,7 @@ impl Config {
                     At::List
                 }
             }
-            At::LateOpen | At::LateRows => match self.claim_late_rows(st, me, &mut c) {
+            At::LateOpen | At::LateRows | At::LateEnd => match self.claim_late_rows(st, me, &mut c) {
                 None => return false,
                 Some(next) => next,
             },
@@ -77,14 +77,14 @@ impl Config {
         true
     }
 
-    /// claim once more in the same transaction.
-    pub(super) fn claim_again(&self, st: &mut State, me: usize) -> bool {
+    /// Another call in the same transaction.
+    pub(super) fn claim_again(&self, st: &mut State, me: usize, mode: Mode) -> bool {
         let Local::Claim(c) = st.sessions[me].local else { return false };
         let Role::Claimer { limit, twice: true, .. } = self.roles[me] else { return false };
         if c.second_call || st.spent >= st.allocated || st.next_batch >= self.batches {
             return false;
         }
-        let again = Claim { second_call: true, allocated: st.allocated, left: limit, ..Claim::default() };
+        let again = Claim { mode, second_call: true, allocated: st.allocated, left: limit, ..Claim::default() };
         st.sessions[me].local = Local::Claim(again);
         st.sessions[me].at = At::LockLane;
         true

@@ -41,7 +41,7 @@ impl Config {
             }
             At::Aside => {
                 let (known, rows) = self.known_ranges(st, me, c.holes)?;
-                if !self.has(Guard::HoldersFirst) {
+                if !self.has(Guard::AsideHoldersFirst) {
                     // The two statements the other way round; the next step stands between them.
                     c.holders = 0;
                 }
@@ -60,7 +60,7 @@ impl Config {
                 if !st.lock_partitions(me, QUEUE, bit(c.pin.slot)) {
                     return None;
                 }
-                if !self.has(Guard::HoldersFirst) {
+                if !self.has(Guard::AsideHoldersFirst) {
                     c.holders = st.producers(me);
                 }
                 st.holes[st.next_hole as usize] = Hole {
@@ -107,10 +107,17 @@ impl Config {
             return Some(if open == 0 { At::List } else { At::LateRows });
         }
         let mut emitted = st.batches_seen(me).fold(0, |set, b| set | b.taken);
-        for slot in self.slots_from(st, 0).iter().flatten() {
-            if c.left > 0 {
-                emitted |= self.claim_rows(st, me, c, *slot, open & !emitted)?;
+        if st.sessions[me].at == At::LateRows {
+            for slot in self.slots_from(st, 0).iter().flatten() {
+                if c.left > 0 {
+                    emitted |= self.claim_rows(st, me, c, *slot, open & !emitted)?;
+                }
             }
+            if !self.has(Guard::LateHoldersFirst) {
+                return Some(At::LateEnd);
+            }
+        } else {
+            c.holders = st.producers(me);
         }
         for n in 0..HOLES {
             let hole = st.holes[n];
@@ -123,7 +130,6 @@ impl Config {
                 st.holes[n].ended = By::Session(me as u8);
             }
         }
-        // What the first call of this transaction emitted late is covered by the hole's own record.
         c.holders = 0;
         Some(if c.left == 0 { At::Commit } else { At::List })
     }

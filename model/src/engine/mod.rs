@@ -10,6 +10,7 @@ mod rings;
 pub mod state;
 
 use crate::guard::Guard;
+use crate::report::Describe;
 use stateright::{Model, Property};
 use state::*;
 
@@ -60,7 +61,7 @@ pub enum Does {
     Join,
     Promote(u8),
     Claim(Mode),
-    ClaimAgain,
+    ClaimAgain(Mode),
     End { batch: u8, seq: u8, run_lease: u8 },
     Rotate(u8),
     Prune { ring: u8, slot: u8 },
@@ -109,7 +110,7 @@ impl Config {
             Does::Join => self.join(st, me, None),
             Does::Promote(job) => self.join(st, me, Some(job)),
             Does::Claim(mode) => self.begin_claim(st, me, mode),
-            Does::ClaimAgain => self.claim_again(st, me),
+            Does::ClaimAgain(mode) => self.claim_again(st, me, mode),
             Does::End { batch, seq, run_lease } => self.lock_batch(st, me, batch, seq, run_lease),
             Does::Rotate(ring) => self.rotate(st, me, ring),
             Does::Prune { ring, slot } => self.begin_prune(st, me, ring, slot),
@@ -122,6 +123,22 @@ impl Config {
                 st.rolls_back(me);
                 true
             }
+        }
+    }
+
+    /// An action in words: who is where, and does what.
+    fn in_words(&self, st: &State, action: &Action) -> String {
+        let role = match self.roles[action.session as usize] {
+            Role::Producer { promotes: false, .. } => "producer",
+            Role::Producer { promotes: true, .. } => "promoter",
+            Role::Claimer { .. } => "claimer",
+            Role::Completer { .. } => "completer",
+            Role::Closer { .. } => "closer",
+            Role::Maintenance { .. } => "maintenance",
+        };
+        match action.does {
+            Does::Next => format!("{role} {}: {:?}", action.session, st.sessions[action.session as usize].at),
+            does => format!("{role} {}: {does:?}", action.session),
         }
     }
 
@@ -199,6 +216,12 @@ impl Config {
     }
 }
 
+impl Describe for Config {
+    fn describe(&self, st: &State, action: &Action) -> String {
+        self.in_words(st, action)
+    }
+}
+
 impl Model for Config {
     type State = State;
     type Action = Action;
@@ -220,7 +243,8 @@ impl Model for Config {
             }
             actions.push(Action { session, does: Does::Next });
             if matches!(st.sessions[me].local, Local::Claim(Claim { second_call: false, .. })) && at == At::Commit {
-                actions.push(Action { session, does: Does::ClaimAgain });
+                actions.push(Action { session, does: Does::ClaimAgain(Mode::Claim) });
+                actions.push(Action { session, does: Does::ClaimAgain(Mode::Idle) });
             }
             if matches!(at, At::Holders | At::LockPartitions) {
                 actions.push(Action { session, does: Does::GiveUp });

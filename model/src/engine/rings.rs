@@ -5,39 +5,60 @@ use super::state::*;
 use crate::guard::Guard;
 
 impl Config {
-    /// The ring's lock, the reads, and the INSERT, which nobody sees yet.
+    /// The ring's lock and the reads.
     pub(super) fn rotate(&self, st: &mut State, me: usize, ring: u8) -> bool {
-        if st.others(me).any(|s| s.locks.ring == Some(ring)) {
-            return false;
+        if self.has(Guard::RotatorLock) {
+            if st.others(me).any(|s| s.locks.ring == Some(ring)) {
+                return false;
+            }
+            st.sessions[me].locks.ring = Some(ring);
         }
         let r = st.rings[ring as usize];
         let current = r.newest();
-        let (opens, at) = if self.has(Guard::Promise) && r.cursor.generation > current.generation {
-            (r.cursor, At::Commit)
+        let opens = if self.has(Guard::Promise) && r.cursor.generation > current.generation {
+            r.cursor
         } else {
             let slots = self.slots[ring as usize];
             let next = (1..slots).map(|n| (current.slot + n) % slots).find(|s| r.is_pruned(*s));
             let Some(slot) = next else { return false };
-            (Cursor { generation: current.generation + 1, slot }, At::SetCursor)
+            Cursor { generation: current.generation + 1, slot }
         };
         if opens.generation > self.generations {
             return false;
         }
-        st.sessions[me].locks.ring = Some(ring);
-        st.sessions[me].local = Local::Rotate { ring, opens };
-        st.sessions[me].at = at;
+        st.sessions[me].local = Local::Rotate { ring, opens, inserted: false };
+        st.sessions[me].at = At::OpenSlot;
         true
     }
 
     pub(super) fn opens(&self, st: &mut State, me: usize) -> bool {
-        let Local::Rotate { ring, opens } = st.sessions[me].local else { return false };
+        let Local::Rotate { ring, opens, .. } = st.sessions[me].local else { return false };
+        let generation = opens.generation;
+        let r = &mut st.rings[ring as usize];
         match st.sessions[me].at {
+            // The INSERT, whose key another rotator may hold, or have committed.
+            At::OpenSlot => {
+                if r.opened[generation as usize] != 0 {
+                    st.rolls_back(me);
+                    return true;
+                }
+                let keeps_promise = r.cursor == opens;
+                let same_key = |s: &Session| {
+                    matches!(s.local, Local::Rotate { ring: n, opens: o, inserted: true }
+                        if n == ring && o.generation == generation)
+                };
+                if st.others(me).any(same_key) {
+                    return false;
+                }
+                st.sessions[me].local = Local::Rotate { ring, opens, inserted: true };
+                st.sessions[me].at = if keeps_promise { At::Commit } else { At::SetCursor };
+            }
             At::SetCursor => {
-                st.rings[ring as usize].cursor = opens;
+                r.cursor = opens;
                 st.sessions[me].at = At::Commit;
             }
             At::Commit => {
-                st.rings[ring as usize].opened[opens.generation as usize] = opens.slot + 1;
+                r.opened[generation as usize] = opens.slot + 1;
                 st.commits(me);
             }
             _ => return false,
@@ -90,12 +111,10 @@ impl Config {
             At::LockPartitions => {
                 let in_use =
                     |s: &Session| s.locks.partitions[ring as usize] & bit(slot) != 0 || s.locks.exclusive == place;
-                if self.has(Guard::PartitionLock) {
-                    if st.others(me).any(in_use) {
-                        return false;
-                    }
-                    st.sessions[me].locks.exclusive = place;
+                if st.others(me).any(in_use) {
+                    return false;
                 }
+                st.sessions[me].locks.exclusive = place;
                 st.sessions[me].at = At::ProveAgain;
             }
             At::ProveAgain => {

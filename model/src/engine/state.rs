@@ -155,6 +155,7 @@ pub enum At {
     PinClaim,
     LateOpen,
     LateRows,
+    LateEnd,
     List,
     Emitted,
     Rows,
@@ -165,6 +166,7 @@ pub enum At {
     PinHole,
     InsertHole,
     ProveAttempt,
+    OpenSlot,
     SetCursor,
     LockSlot,
     LockPartitions,
@@ -219,6 +221,7 @@ pub enum Local {
     Rotate {
         ring: u8,
         opens: Cursor,
+        inserted: bool,
     },
     Prune {
         ring: u8,
