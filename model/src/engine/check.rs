@@ -3,6 +3,8 @@
 use super::state::*;
 use super::{Config, Role};
 use stateright::Property;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
 
 pub const I1: &str = "I1: every committed job is in exactly one place, and can be found there";
 pub const STILL: &str = "I1: once all is still, claims find every job, the cursor catches up and every slot can be pruned";
@@ -10,11 +12,14 @@ pub const I6: &str = "I6: probes find every committed job, whoever else is in a 
 pub const I2: &str = "I2: one winner an attempt, and never a stale one";
 pub const I3: &str = "I3: only what is over is truncated";
 
-pub(super) fn properties() -> Vec<Property<Config>> {
-    vec![
-        Property::always(I1, |_, st| every_job_is_somewhere(st)),
-        Property::always(STILL, |config: &Config, st| drains(config, st)),
-        Property::always(I6, |config: &Config, st| probes_find_all(config, st)),
+pub(super) fn properties(config: &Config) -> Vec<Property<Config>> {
+    let mut all = vec![
+        Property::always(I1, |config: &Config, st| {
+            config.seen.look(st);
+            every_job_is_somewhere(st)
+        }),
+        Property::always(STILL, drains),
+        Property::always(I6, probes_find_all),
         Property::always(I2, |_, st: &State| {
             !matches!(st.broken, Some(Broken::EmittedTwice | Broken::TwoWinners | Broken::StaleLeaseWon))
         }),
@@ -27,15 +32,18 @@ pub(super) fn properties() -> Vec<Property<Config>> {
                         | Broken::TruncatedOpenAttempt
                         | Broken::TruncatedOpenHole
                         | Broken::TruncatedBelowCursor
-                        | Broken::WroteIntoReopenedSlot
+                        | Broken::WroteIntoPrunedSlot
                 )
             )
         }),
-    ]
+    ];
+    all.retain(|p| config.only.is_none_or(|only| only == p.name));
+    all
 }
 
 /// Things that a configuration should reach: asked for by the tests that explore all of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
 pub enum Reached {
     Completed,
     Retried,
@@ -46,7 +54,42 @@ pub enum Reached {
     CursorPassedDeadHole,
     PromisedAndDied,
     SlotPruned,
+    ClaimSlotPruned,
     SlotReopened,
+}
+
+const ALL: [Reached; 11] = [
+    Reached::Completed,
+    Reached::Retried,
+    Reached::StaleWriterLost,
+    Reached::HoleSetAside,
+    Reached::HoleFilledLate,
+    Reached::HoleEnded,
+    Reached::CursorPassedDeadHole,
+    Reached::PromisedAndDied,
+    Reached::SlotPruned,
+    Reached::ClaimSlotPruned,
+    Reached::SlotReopened,
+];
+
+/// What was reached in any state. Beside the checker's own "sometimes", which stores an example anew for every such state.
+#[derive(Clone, Debug, Default)]
+pub struct Seen(Arc<AtomicU16>);
+
+impl Seen {
+    fn look(&self, st: &State) {
+        let before = self.0.load(Relaxed);
+        for reached in ALL {
+            let flag = 1 << reached as u16;
+            if before & flag == 0 && reached.is_in(st) {
+                self.0.fetch_or(flag, Relaxed);
+            }
+        }
+    }
+
+    pub fn has(&self, reached: Reached) -> bool {
+        self.0.load(Relaxed) & 1 << reached as u16 != 0
+    }
 }
 
 impl Reached {
@@ -72,6 +115,7 @@ impl Reached {
                     && st.sessions.iter().all(|s| s.locks.ring != Some(QUEUE as u8))
             }
             Reached::SlotPruned => queue.pruned != 0,
+            Reached::ClaimSlotPruned => st.rings[CLAIM].pruned != 0,
             Reached::SlotReopened => queue.pruned & bit(0) != 0 && queue.opened[1..].contains(&1),
         }
     }
@@ -120,7 +164,8 @@ fn claims_alone(config: &Config, st: &mut State, me: usize, mode: Mode) {
             return;
         }
         while st.sessions[me].at != At::Idle {
-            if !patient.claim(st, me) {
+            // Nothing is set aside for them: a hole costs, it does not hold up.
+            if st.sessions[me].at == At::Holders || !patient.claim(st, me) {
                 st.sessions[me].at = At::Commit;
             }
         }

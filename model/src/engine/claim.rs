@@ -240,7 +240,7 @@ impl Config {
                 st.breaks(Broken::EmittedTwice);
             }
             if claims.pruned & bit(st.batches[n].claim.generation) != 0 {
-                st.breaks(Broken::WroteIntoReopenedSlot);
+                st.breaks(Broken::WroteIntoPrunedSlot);
             }
             emitted |= st.batches[n].taken;
             st.batches[n].by = By::Committed;

@@ -11,6 +11,7 @@ pub mod state;
 
 use crate::guard::Guard;
 use crate::report::Describe;
+use check::Seen;
 use stateright::{Model, Property};
 use state::*;
 
@@ -32,6 +33,9 @@ pub enum Role {
 pub struct Config {
     pub roles: Vec<Role>,
     pub without: Option<Guard>,
+    /// One property instead of all.
+    pub only: Option<&'static str>,
+    pub seen: Seen,
     /// Sessions may crash.
     pub crashes: bool,
     pub jobs: u8,
@@ -84,6 +88,8 @@ impl Config {
         Config {
             roles,
             without: None,
+            only: None,
+            seen: Seen::default(),
             crashes: true,
             jobs: 2,
             seqs: 2,
@@ -261,6 +267,6 @@ impl Model for Config {
     }
 
     fn properties(&self) -> Vec<Property<Self>> {
-        check::properties()
+        check::properties(self)
     }
 }

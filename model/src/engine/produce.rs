@@ -68,7 +68,7 @@ impl Config {
                     st.jobs[row.job as usize].deferred = 0;
                 }
                 if st.rings[QUEUE].pruned & bit(row.generation) != 0 {
-                    st.breaks(Broken::WroteIntoReopenedSlot);
+                    st.breaks(Broken::WroteIntoPrunedSlot);
                 }
                 st.commits(me);
             }

@@ -141,7 +141,7 @@ pub enum Broken {
     TruncatedOpenAttempt,
     TruncatedOpenHole,
     TruncatedBelowCursor,
-    WroteIntoReopenedSlot,
+    WroteIntoPrunedSlot,
 }
 
 /// Where a session is: before which statement.
