@@ -9,6 +9,8 @@ pub enum Guard {
     LedgerRead,
     /// claim: the cursor stays where it is once this transaction has emitted something.
     MayAdvance,
+    /// advance_idle_cursors: the same.
+    IdleMayAdvance,
     /// claim: the cursor moves over what is committed, not over what this claim takes.
     CommittedEvidence,
     /// enqueue: the lane's lock, shared, from before the first lane_seq to the end.

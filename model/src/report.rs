@@ -46,7 +46,8 @@ where
     loop {
         // The checker goes on for a while after the first discovery and keeps the last: look again for a shorter one.
         let shorter = best.as_ref().map_or(usize::MAX, |(_, path)| length(path) + 1);
-        let checker = model.clone().checker().target_max_depth(shorter).finish_when(HasDiscoveries::Any).spawn_bfs().join();
+        let checker =
+            model.clone().checker().target_max_depth(shorter).finish_when(HasDiscoveries::Any).spawn_bfs().join();
         states += checker.unique_state_count();
         match shortest(checker.discoveries()) {
             Some(found) => best = Some(found),
@@ -55,7 +56,11 @@ where
     }
     let (property, path) = best.unwrap_or_else(|| panic!("{name}: nothing breaks in any of {states} states"));
     let length = length(&path);
-    println!("{name}: {length} steps ({:.1} s, {states} states) break\n  {property}\n{}", begun.elapsed().as_secs_f32(), steps(&model, path));
+    println!(
+        "{name}: {length} steps ({:.1} s, {states} states) break\n  {property}\n{}",
+        begun.elapsed().as_secs_f32(),
+        steps(&model, path)
+    );
     (property, length)
 }
 

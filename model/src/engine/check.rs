@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
 
 pub const I1: &str = "I1: every committed job is in exactly one place, and can be found there";
-pub const STILL: &str = "I1: once all is still, claims find every job, the cursor catches up and every slot can be pruned";
+pub const STILL: &str =
+    "I1: once all is still, claims find every job, the cursor catches up and every slot can be pruned";
 pub const I6: &str = "I6: probes find every committed job, whoever else is in a transaction";
 pub const I2: &str = "I2: one winner an attempt, and never a stale one";
 pub const I3: &str = "I3: only what is over is truncated";
@@ -146,7 +147,7 @@ fn places(st: &State, job: u8, j: &Job) -> u8 {
 /// The first claimer, when neither it nor anybody who could hold it up is in a transaction.
 fn free_claimer(config: &Config, st: &State) -> Option<usize> {
     let waits = |(role, s): (&Role, &Session)| match role {
-        Role::Claimer { .. } => s.at != At::Idle,
+        Role::Claimer { .. } | Role::Operator => s.at != At::Idle,
         Role::Maintenance { .. } => matches!(s.local, Local::Prune { .. }),
         _ => false,
     };

@@ -93,7 +93,8 @@ impl Config {
     /// pg_current_xact_id_if_assigned() IS NULL when the call began.
     pub(super) fn may_advance(&self, st: &State, me: usize, c: &Claim) -> bool {
         let wrote = c.second_call && st.batches.iter().any(|b| b.by == By::Session(me as u8));
-        !wrote || !self.has(Guard::MayAdvance)
+        let guard = if c.mode == Mode::Idle { Guard::IdleMayAdvance } else { Guard::MayAdvance };
+        !wrote || !self.has(guard)
     }
 
     /// ready_slots_from.
@@ -222,6 +223,7 @@ impl Config {
             claim: c.claim,
             in_queue_ring: true,
             in_claim_ring: true,
+            is_tombstone: false,
             closed: 0,
         };
         Some(taken)

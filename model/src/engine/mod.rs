@@ -7,26 +7,45 @@ mod claim;
 mod holes;
 mod produce;
 mod rings;
+pub mod roles;
 pub mod state;
+mod withdraw;
 
 use crate::guard::Guard;
 use crate::report::Describe;
 use check::Seen;
-use stateright::{Model, Property};
 use state::*;
+use stateright::{Model, Property};
 
 /// What a session does. Those without a count go on as long as there is something to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// Enqueues new jobs, or promotes deferred ones; at most two transactions.
-    Producer { transactions: u8, promotes: bool },
-    Claimer { limit: u8, probes: bool, idles: bool, twice: bool },
+    Producer {
+        transactions: u8,
+        promotes: bool,
+    },
+    Claimer {
+        limit: u8,
+        probes: bool,
+        idles: bool,
+        twice: bool,
+    },
     /// Completes any attempt there ever was; with `confused` also under a lease the job had before.
-    Completer { confused: bool },
+    Completer {
+        confused: bool,
+    },
     /// Rescues, or fails, any attempt: a retry until the job has had `attempts`, then for good.
-    Closer { attempts: u8 },
+    Closer {
+        attempts: u8,
+    },
+    /// Cancels ready jobs.
+    Operator,
     /// Rotates and prunes, by ring.
-    Maintenance { rotates: [bool; 2], prunes: [bool; 2] },
+    Maintenance {
+        rotates: [bool; 2],
+        prunes: [bool; 2],
+    },
 }
 
 #[derive(Clone, Debug)]
@@ -66,9 +85,17 @@ pub enum Does {
     Promote(u8),
     Claim(Mode),
     ClaimAgain(Mode),
-    End { batch: u8, seq: u8, run_lease: u8 },
+    End {
+        batch: u8,
+        seq: u8,
+        run_lease: u8,
+    },
+    Withdraw(u8),
     Rotate(u8),
-    Prune { ring: u8, slot: u8 },
+    Prune {
+        ring: u8,
+        slot: u8,
+    },
     /// Its next statement.
     Next,
     /// Its lock_timeout passed, or its patience did not.
@@ -118,6 +145,7 @@ impl Config {
             Does::Claim(mode) => self.begin_claim(st, me, mode),
             Does::ClaimAgain(mode) => self.claim_again(st, me, mode),
             Does::End { batch, seq, run_lease } => self.lock_batch(st, me, batch, seq, run_lease),
+            Does::Withdraw(seq) => self.begin_withdraw(st, me, seq),
             Does::Rotate(ring) => self.rotate(st, me, ring),
             Does::Prune { ring, slot } => self.begin_prune(st, me, ring, slot),
             Does::Next => self.next(st, me),
@@ -140,6 +168,7 @@ impl Config {
             Role::Claimer { .. } => "claimer",
             Role::Completer { .. } => "completer",
             Role::Closer { .. } => "closer",
+            Role::Operator => "operator",
             Role::Maintenance { .. } => "maintenance",
         };
         match action.does {
@@ -153,6 +182,7 @@ impl Config {
             Role::Producer { .. } => self.produce(st, me),
             Role::Claimer { .. } => self.claim(st, me),
             Role::Completer { .. } | Role::Closer { .. } => self.end_attempt(st, me),
+            Role::Operator => self.withdraw(st, me),
             Role::Maintenance { .. } => match st.sessions[me].local {
                 Local::Rotate { .. } => self.opens(st, me),
                 _ => self.prune(st, me),
@@ -175,7 +205,9 @@ impl Config {
             }
             Role::Completer { .. } | Role::Closer { .. } => {
                 let confused = matches!(self.roles[me], Role::Completer { confused: true });
-                for (n, batch) in st.batches.iter().enumerate().filter(|(_, b)| b.by == By::Committed) {
+                for (n, batch) in
+                    st.batches.iter().enumerate().filter(|(_, b)| b.by == By::Committed && !b.is_tombstone)
+                {
                     for seq in each(batch.taken) {
                         let lease = st.rows[seq as usize].run_lease + 1;
                         let first = if confused { 1 } else { lease };
@@ -183,6 +215,7 @@ impl Config {
                     }
                 }
             }
+            Role::Operator => (0..st.allocated).for_each(|seq| does(Does::Withdraw(seq))),
             Role::Maintenance { rotates, prunes } => {
                 for ring in 0..2 {
                     if rotates[ring] {

@@ -97,7 +97,8 @@ impl Config {
         match st.sessions[me].at {
             // SKIP LOCKED and a try-lock: losing either ends the call.
             At::LockSlot => {
-                let pinned = st.others(me).any(|s| s.locks.pins[ring as usize] & bit(slot) != 0 || s.locks.pin == place);
+                let pinned =
+                    st.others(me).any(|s| s.locks.pins[ring as usize] & bit(slot) != 0 || s.locks.pin == place);
                 if st.others(me).any(|s| s.locks.slot_row == place) || (pinned && self.has(Guard::Pin)) {
                     st.rolls_back(me);
                     return true;
@@ -153,7 +154,8 @@ impl Config {
             claims.pruned & bit(c.generation) != 0 || claims.generation_of(c.slot).is_some_and(|g| g > c.generation)
         };
         let closures = |b: &Batch| if b.in_claim_ring { b.closed.count_ones() } else { 0 };
-        let is_open = |b: &Batch| !generation_is_pruned(b.claim) && closures(b) < b.taken.count_ones();
+        let is_open =
+            |b: &Batch| !b.is_tombstone && !generation_is_pruned(b.claim) && closures(b) < b.taken.count_ones();
         if self.has(Guard::OpenClaims) && here().any(is_open) {
             return true;
         }

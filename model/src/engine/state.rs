@@ -108,6 +108,8 @@ pub struct Batch {
     pub claim: Cursor,
     pub in_queue_ring: bool,
     pub in_claim_ring: bool,
+    /// Without a claim slot: withdrawn, not handed to an attempt.
+    pub is_tombstone: bool,
     pub closed: Set,
 }
 
@@ -217,6 +219,9 @@ pub enum Local {
         seq: u8,
         run_lease: u8,
         completes: bool,
+    },
+    Withdraw {
+        seq: u8,
     },
     Rotate {
         ring: u8,

@@ -157,64 +157,73 @@ pub fn engine() -> Vec<Path> {
         enqueue_many(),
         path("enqueue_reserve", &[&[share(Producers(1))], &pin(Queue), &append(2)]),
         path("claim", &[&claim_lane(1, How::Pass), &claim_lane(2, How::Pass)]),
-        path("advance_idle_cursors", &[
-            &[with(How::Pass(6), Lane(1))],
-            &scan(Ledger),
-            &scan(Rows),
-            &pin(Queue),
-            &[with(skip, Lane(2))],
-        ]),
+        path(
+            "advance_idle_cursors",
+            &[&[with(How::Pass(6), Lane(1))], &scan(Ledger), &scan(Rows), &pin(Queue), &[with(skip, Lane(2))]],
+        ),
         complete(),
         close(),
-        path("cancel a running job", &[
-            &scan(Ledger),
-            &[wait(Batch(1))],
-            &prove,
-            &[share(Partition(Rows, A)), wait(AttemptState(1)), wait(Key(1)), share(Partition(Ends, A))],
-        ]),
+        path(
+            "cancel a running job",
+            &[
+                &scan(Ledger),
+                &[wait(Batch(1))],
+                &prove,
+                &[share(Partition(Rows, A)), wait(AttemptState(1)), wait(Key(1)), share(Partition(Ends, A))],
+            ],
+        ),
         rescue(),
         path("materialise", &[&[wait(Batch(1))], &scan(Leases), &prove, &pin(Lease), &[share(Partition(Leases, B))]]),
         heartbeat(),
         path("drop_attempt_state", &[&[wait(AttemptState(1)), wait(AttemptState(2))]]),
         path("wait_for_callback", &[&scan(Leases), &[wait(LeaseRow(1)), wait(Key(1))]]),
-        path("resolve_callback", &[
-            &scan(Leases),
-            &[wait(LeaseRow(1)), wait(AttemptState(1)), wait(Key(1))],
-            &pin(Queue),
-            &[share(Partition(Ends, B))],
-        ]),
-        path("rescue leases", &[
-            &scan(Leases),
-            &[with(skip, LeaseRow(1)), with(skip, LeaseRow(2))],
-            &[wait(AttemptState(1)), wait(AttemptState(2)), wait(Key(1)), wait(Key(2))],
-        ]),
+        path(
+            "resolve_callback",
+            &[
+                &scan(Leases),
+                &[wait(LeaseRow(1)), wait(AttemptState(1)), wait(Key(1))],
+                &pin(Queue),
+                &[share(Partition(Ends, B))],
+            ],
+        ),
+        path(
+            "rescue leases",
+            &[
+                &scan(Leases),
+                &[with(skip, LeaseRow(1)), with(skip, LeaseRow(2))],
+                &[wait(AttemptState(1)), wait(AttemptState(2)), wait(Key(1)), wait(Key(2))],
+            ],
+        ),
         promote(),
         path("rotate queue", &[&[with(How::Try, Rotation(Queue))]]),
         prune_queue(How::Timeout),
-        path("prune claims", &[
-            &[Step { lock: Partition(Claims, A), exclusive: false, how: How::Timeout }],
-            &[with(How::Try, SlotRow(Claim, A)), with(How::Try, Pin(Claim, A))],
-            &[with(How::Timeout, Partition(Claims, A)), with(How::Timeout, Partition(Closures, A))],
-        ]),
-        path("prune leases", &[
-            &[Step { lock: Partition(Leases, A), exclusive: false, how: How::Timeout }],
-            &[with(How::Try, SlotRow(Lease, A)), with(How::Try, Pin(Lease, A))],
-            &[with(How::Timeout, Partition(Leases, A))],
-            // carry_leases.
-            &[share(Pin(Lease, B)), share(Partition(Leases, B))],
-        ]),
-        path("cancel a ready job", &[
-            &scan(Ledger),
-            &[wait(Lane(1))],
-            &scan(Rows),
-            &[wait(Key(1)), share(Partition(Ends, A))],
-        ]),
+        path(
+            "prune claims",
+            &[
+                &[Step { lock: Partition(Claims, A), exclusive: false, how: How::Timeout }],
+                &[with(How::Try, SlotRow(Claim, A)), with(How::Try, Pin(Claim, A))],
+                &[with(How::Timeout, Partition(Claims, A)), with(How::Timeout, Partition(Closures, A))],
+            ],
+        ),
+        path(
+            "prune leases",
+            &[
+                &[Step { lock: Partition(Leases, A), exclusive: false, how: How::Timeout }],
+                &[with(How::Try, SlotRow(Lease, A)), with(How::Try, Pin(Lease, A))],
+                &[with(How::Timeout, Partition(Leases, A))],
+                // carry_leases.
+                &[share(Pin(Lease, B)), share(Partition(Leases, B))],
+            ],
+        ),
+        path(
+            "cancel a ready job",
+            &[&scan(Ledger), &[wait(Lane(1))], &scan(Rows), &[wait(Key(1)), share(Partition(Ends, A))]],
+        ),
         path("retry a deferred job", &[&[wait(Deferred(1)), wait(Key(1))], &append(1)]),
-        path("retry a finished job", &[
-            &scan(Ends),
-            &[wait(Hidden(1)), share(Partition(Rows, A)), wait(Key(1))],
-            &append(1),
-        ]),
+        path(
+            "retry a finished job",
+            &[&scan(Ends), &[wait(Hidden(1)), share(Partition(Rows, A)), wait(Key(1))], &append(1)],
+        ),
         path("retry from the DLQ", &[&[wait(Dlq(1)), wait(Key(1))], &append(1)]),
         path("purge_expired", &[&[with(skip, Dlq(1)), with(skip, Dlq(2)), release(2), release(1)]]),
     ]
@@ -225,44 +234,52 @@ pub fn enqueue_many() -> Path {
 }
 
 pub fn complete() -> Path {
-    path("complete", &[
-        &[wait(Batch(1)), wait(Batch(2))],
-        &prove_attempts(),
-        &[share(Partition(Ends, A)), release(1), release(2)],
-    ])
+    path(
+        "complete",
+        &[&[wait(Batch(1)), wait(Batch(2))], &prove_attempts(), &[share(Partition(Ends, A)), release(1), release(2)]],
+    )
 }
 
 pub fn close() -> Path {
-    path("close_attempts", &[
-        &[wait(Batch(1)), wait(Batch(2))],
-        &prove_attempts(),
-        &[share(Partition(Rows, A)), wait(AttemptState(1)), wait(AttemptState(2)), wait(Key(1)), wait(Key(2))],
-        &[share(Partition(Ends, A))],
-    ])
+    path(
+        "close_attempts",
+        &[
+            &[wait(Batch(1)), wait(Batch(2))],
+            &prove_attempts(),
+            &[share(Partition(Rows, A)), wait(AttemptState(1)), wait(AttemptState(2)), wait(Key(1)), wait(Key(2))],
+            &[share(Partition(Ends, A))],
+        ],
+    )
 }
 
 pub fn rescue() -> Path {
-    path("rescue claims", &[
-        &prove_attempts(),
-        &[with(How::Pass(0), Batch(2)), with(How::Pass(0), Batch(1))],
-        &[share(Partition(Rows, A)), wait(AttemptState(1)), wait(AttemptState(2)), wait(Key(1)), wait(Key(2))],
-    ])
+    path(
+        "rescue claims",
+        &[
+            &prove_attempts(),
+            &[with(How::Pass(0), Batch(2)), with(How::Pass(0), Batch(1))],
+            &[share(Partition(Rows, A)), wait(AttemptState(1)), wait(AttemptState(2)), wait(Key(1)), wait(Key(2))],
+        ],
+    )
 }
 
 pub fn heartbeat() -> Path {
-    path("heartbeat", &[
-        &[wait(Batch(1)), wait(Batch(2))],
-        &prove_attempts(),
-        &scan(Leases),
-        &[wait(LeaseRow(1)), wait(LeaseRow(2)), wait(AttemptState(1)), wait(AttemptState(2))],
-    ])
+    path(
+        "heartbeat",
+        &[
+            &[wait(Batch(1)), wait(Batch(2))],
+            &prove_attempts(),
+            &scan(Leases),
+            &[wait(LeaseRow(1)), wait(LeaseRow(2)), wait(AttemptState(1)), wait(AttemptState(2))],
+        ],
+    )
 }
 
 pub fn promote() -> Path {
-    path("promote", &[
-        &[with(How::Pass(0), Deferred(1)), with(How::Pass(0), Deferred(2)), wait(Key(1)), wait(Key(2))],
-        &append(1),
-    ])
+    path(
+        "promote",
+        &[&[with(How::Pass(0), Deferred(1)), with(How::Pass(0), Deferred(2)), wait(Key(1)), wait(Key(2))], &append(1)],
+    )
 }
 
 /// Orders that nobody may take: each with the paths it meets, the first of them wrong.
@@ -270,54 +287,69 @@ pub fn reversed() -> Vec<(&'static str, Vec<Path>)> {
     let prove = prove_attempts();
     let key_order = [wait(Key(2)), wait(Key(1))];
     vec![
-        ("batches not ascending", vec![
-            path("complete", &[&[wait(Batch(2)), wait(Batch(1))], &prove]),
-            complete(),
-        ]),
-        ("rescue waits for its batches, slot by slot", vec![
-            path("rescue claims", &[&[wait(Batch(2))], &prove, &[wait(Batch(1))]]),
-            complete(),
-        ]),
-        ("the lease row before the batch", vec![
-            path("close_attempts", &[&scan(Leases), &[wait(LeaseRow(1)), wait(Batch(1))]]),
-            heartbeat(),
-        ]),
-        ("lease rows not by job", vec![
-            path("heartbeat", &[&scan(Leases), &[wait(LeaseRow(2)), wait(LeaseRow(1))]]),
-            path("heartbeat", &[&scan(Leases), &[wait(LeaseRow(1)), wait(LeaseRow(2))]]),
-        ]),
-        ("claims wait for lanes", vec![
-            path("claim", &[&claim_lane(2, |_| How::Wait), &claim_lane(1, |_| How::Wait)]),
-            path("claim", &[&claim_lane(1, |_| How::Wait), &claim_lane(2, |_| How::Wait)]),
-        ]),
-        ("prune without lock_timeout", vec![
-            prune_queue(How::Wait),
-            path("claim", &[&claim_lane(1, How::Pass)]),
-        ]),
-        ("prune takes the partitions before the pin, and waits for it", vec![
-            path("prune queue", &[&[wait(Partition(Rows, A)), wait(Pin(Queue, A))]]),
-            path("enqueue", &[&[share(Producers(1)), share(Pin(Queue, A)), share(Partition(Rows, A))]]),
-        ]),
-        ("enqueue_many takes its keys as they come", vec![
-            path("enqueue_many", &[&key_order, &append(1)]),
-            enqueue_many(),
-        ]),
-        ("close takes the keys in the order of its receipts", vec![
-            path("close_attempts", &[
-                &[wait(Batch(1))],
-                &prove,
-                &[wait(AttemptState(2)), release(2), wait(AttemptState(1)), wait(Key(1))],
-            ]),
-            enqueue_many(),
-        ]),
-        ("promote goes through several queues in one transaction", vec![
-            path("promote", &[
-                &[with(How::Pass(0), Deferred(2)), wait(Key(2))],
-                &append(2),
-                &[with(How::Pass(0), Deferred(1)), wait(Key(1))],
-                &append(1),
-            ]),
-            enqueue_many(),
-        ]),
+        ("batches not ascending", vec![path("complete", &[&[wait(Batch(2)), wait(Batch(1))], &prove]), complete()]),
+        (
+            "rescue waits for its batches, slot by slot",
+            vec![path("rescue claims", &[&[wait(Batch(2))], &prove, &[wait(Batch(1))]]), complete()],
+        ),
+        (
+            "the lease row before the batch",
+            vec![path("close_attempts", &[&scan(Leases), &[wait(LeaseRow(1)), wait(Batch(1))]]), heartbeat()],
+        ),
+        (
+            "lease rows not by job",
+            vec![
+                path("heartbeat", &[&scan(Leases), &[wait(LeaseRow(2)), wait(LeaseRow(1))]]),
+                path("heartbeat", &[&scan(Leases), &[wait(LeaseRow(1)), wait(LeaseRow(2))]]),
+            ],
+        ),
+        (
+            "claims wait for lanes",
+            vec![
+                path("claim", &[&claim_lane(2, |_| How::Wait), &claim_lane(1, |_| How::Wait)]),
+                path("claim", &[&claim_lane(1, |_| How::Wait), &claim_lane(2, |_| How::Wait)]),
+            ],
+        ),
+        ("prune without lock_timeout", vec![prune_queue(How::Wait), path("claim", &[&claim_lane(1, How::Pass)])]),
+        (
+            "prune takes the partitions before the pin, and waits for it",
+            vec![
+                path("prune queue", &[&[wait(Partition(Rows, A)), wait(Pin(Queue, A))]]),
+                path("enqueue", &[&[share(Producers(1)), share(Pin(Queue, A)), share(Partition(Rows, A))]]),
+            ],
+        ),
+        (
+            "enqueue_many takes its keys as they come",
+            vec![path("enqueue_many", &[&key_order, &append(1)]), enqueue_many()],
+        ),
+        (
+            "close takes the keys in the order of its receipts",
+            vec![
+                path(
+                    "close_attempts",
+                    &[
+                        &[wait(Batch(1))],
+                        &prove,
+                        &[wait(AttemptState(2)), release(2), wait(AttemptState(1)), wait(Key(1))],
+                    ],
+                ),
+                enqueue_many(),
+            ],
+        ),
+        (
+            "promote goes through several queues in one transaction",
+            vec![
+                path(
+                    "promote",
+                    &[
+                        &[with(How::Pass(0), Deferred(2)), wait(Key(2))],
+                        &append(2),
+                        &[with(How::Pass(0), Deferred(1)), wait(Key(1))],
+                        &append(1),
+                    ],
+                ),
+                enqueue_many(),
+            ],
+        ),
     ]
 }
