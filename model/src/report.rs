@@ -11,6 +11,9 @@ pub trait Describe: Model {
     fn describe(&self, state: &Self::State, action: &Self::Action) -> String;
 }
 
+/// A property that does not hold, and how to get there.
+type Found<M> = (&'static str, Path<<M as Model>::State, <M as Model>::Action>);
+
 pub struct Explored {
     pub states: usize,
     pub depth: usize,
@@ -42,7 +45,7 @@ where
 {
     let begun = Instant::now();
     let mut states = 0;
-    let mut best: Option<(&'static str, Path<M::State, M::Action>)> = None;
+    let mut best: Option<Found<M>> = None;
     loop {
         // The checker goes on for a while after the first discovery and keeps the last: look again for a shorter one.
         let shorter = best.as_ref().map_or(usize::MAX, |(_, path)| length(path) + 1);
