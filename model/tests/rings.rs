@@ -24,6 +24,18 @@ fn late_and_dying_producers_lose_no_job_to_two_claimers() {
 }
 
 #[test]
+fn calls_that_share_a_transaction_lose_nothing_with_it() {
+    let config = Config { batches: 4, ..config(&[PRODUCER, PRODUCER, CLAIMER_TWICE, CLAIMER]) };
+    holds("two calls", config, &[HoleSetAside, HoleFilledLate, HoleEnded]);
+}
+
+#[test]
+fn a_producer_that_sees_the_ring_turn_writes_into_two_slots() {
+    let config = config(&[PRODUCER_OF_TWO, CLAIMER_OF_TWO, COMPLETER, QUEUE_ROTATOR, QUEUE_PRUNER]);
+    holds("producer in two slots", config, &[Completed, SlotPruned, SlotReopened]);
+}
+
+#[test]
 fn an_attempt_ends_once_and_a_retried_job_comes_back() {
     let config = Config {
         start: Start::Enqueued,

@@ -81,7 +81,7 @@ impl Config {
     pub(super) fn claim_again(&self, st: &mut State, me: usize, mode: Mode) -> bool {
         let Local::Claim(c) = st.sessions[me].local else { return false };
         let Role::Claimer { limit, twice: true, .. } = self.roles[me] else { return false };
-        if c.second_call || st.spent >= st.allocated || st.next_batch >= self.batches {
+        if c.second_call || (mode != Mode::Probe && st.spent >= st.allocated) || st.next_batch >= self.batches {
             return false;
         }
         let again = Claim { mode, second_call: true, allocated: st.allocated, left: limit, ..Claim::default() };

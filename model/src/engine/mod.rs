@@ -20,9 +20,10 @@ use stateright::{Model, Property};
 /// What a session does. Those without a count go on as long as there is something to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Enqueues new jobs, or promotes deferred ones; at most two transactions.
+    /// Enqueues new jobs, so many calls a transaction, or promotes a deferred one; at most two transactions.
     Producer {
         transactions: u8,
+        calls: u8,
         promotes: bool,
     },
     Claimer {
@@ -282,8 +283,9 @@ impl Model for Config {
             }
             actions.push(Action { session, does: Does::Next });
             if matches!(st.sessions[me].local, Local::Claim(Claim { second_call: false, .. })) && at == At::Commit {
-                actions.push(Action { session, does: Does::ClaimAgain(Mode::Claim) });
-                actions.push(Action { session, does: Does::ClaimAgain(Mode::Idle) });
+                for mode in [Mode::Claim, Mode::Probe, Mode::Idle] {
+                    actions.push(Action { session, does: Does::ClaimAgain(mode) });
+                }
             }
             if matches!(at, At::Holders | At::LockPartitions) {
                 actions.push(Action { session, does: Does::GiveUp });

@@ -1,4 +1,4 @@
-//! enqueue (50_enqueue.sql) and promote (55_promote.sql): one row a transaction.
+//! enqueue (50_enqueue.sql) and promote (55_promote.sql): a row a call.
 
 use super::state::*;
 use super::{Config, Role};
@@ -7,7 +7,7 @@ use crate::guard::Guard;
 impl Config {
     /// join_lane, and the first look at the cursor in pin_ready_slot.
     pub(super) fn join(&self, st: &mut State, me: usize, promoted: Option<u8>) -> bool {
-        let Role::Producer { transactions, promotes } = self.roles[me] else { return false };
+        let Role::Producer { transactions, calls, promotes } = self.roles[me] else { return false };
         let may = st.sessions[me].begun < transactions && st.allocated < self.seqs;
         let job_is_there = match promoted {
             Some(job) => promotes && st.jobs[job as usize].deferred > 0 && !is_promoted(st, job),
@@ -20,7 +20,7 @@ impl Config {
         let session = &mut st.sessions[me];
         session.begun += 1;
         session.locks.producer = self.has(Guard::ProducerLock);
-        session.local = Local::Produce { pin, promoted };
+        session.local = Local::Produce { pin, promoted, calls };
         session.at = At::Pin;
         true
     }
@@ -35,11 +35,11 @@ impl Config {
     }
 
     pub(super) fn produce(&self, st: &mut State, me: usize) -> bool {
-        let Local::Produce { pin, promoted } = st.sessions[me].local else { return false };
+        let Local::Produce { pin, promoted, calls } = st.sessions[me].local else { return false };
         match st.sessions[me].at {
             At::Pin => match self.pin_ready_slot(st, me, pin) {
                 None => return false,
-                Some(Some(cursor)) => st.sessions[me].local = Local::Produce { pin: cursor, promoted },
+                Some(Some(cursor)) => st.sessions[me].local = Local::Produce { pin: cursor, promoted, calls },
                 Some(None) => st.sessions[me].at = At::Insert,
             },
             At::Insert => {
@@ -56,19 +56,24 @@ impl Config {
                 st.rows[st.allocated as usize] =
                     Row { by, here: true, job, run_lease, slot: pin.slot, generation: pin.generation };
                 st.allocated += 1;
-                st.sessions[me].at = At::Commit;
+                let pin = st.rings[QUEUE].cursor;
+                st.sessions[me].local = Local::Produce { pin, promoted, calls: calls - 1 };
+                st.sessions[me].at = if calls > 1 { At::Pin } else { At::Commit };
             }
             At::Commit => {
-                let mine = By::Session(me as u8);
-                let seq = st.rows.iter().position(|r| r.by == mine).expect("a producer that commits has a row");
-                let row = st.rows[seq];
-                st.rows[seq].by = By::Committed;
-                st.jobs[row.job as usize].enqueued = true;
-                if promoted.is_some() {
-                    st.jobs[row.job as usize].deferred = 0;
-                }
-                if st.rings[QUEUE].pruned & bit(row.generation) != 0 {
-                    st.breaks(Broken::WroteIntoPrunedSlot);
+                for n in 0..SEQS {
+                    let row = st.rows[n];
+                    if row.by != By::Session(me as u8) {
+                        continue;
+                    }
+                    st.rows[n].by = By::Committed;
+                    st.jobs[row.job as usize].enqueued = true;
+                    if promoted.is_some() {
+                        st.jobs[row.job as usize].deferred = 0;
+                    }
+                    if st.rings[QUEUE].pruned & bit(row.generation) != 0 {
+                        st.breaks(Broken::WroteIntoPrunedSlot);
+                    }
                 }
                 st.commits(me);
             }

@@ -212,6 +212,7 @@ pub enum Local {
     Produce {
         pin: Cursor,
         promoted: Option<u8>,
+        calls: u8,
     },
     Claim(Claim),
     Attempt {
