@@ -115,7 +115,8 @@ fn prune_proves_no_hole_open() {
     let config = Config {
         crashes: false,
         slots: [3, 2],
-        ..config(Start::Empty, &[PRODUCER, PRODUCER, CLAIMER_OF_TWO, COMPLETER, QUEUE_RING])
+        batches: 1,
+        ..config(Start::Empty, &[PRODUCER, PRODUCER, CLAIMER_WITHOUT_PROBES, QUEUE_RING])
     };
     breaks(Guard::OpenHoles, I3, config);
 }

@@ -92,9 +92,10 @@ impl Config {
 
     /// pg_current_xact_id_if_assigned() IS NULL when the call began.
     pub(super) fn may_advance(&self, st: &State, me: usize, c: &Claim) -> bool {
-        let wrote = c.second_call && st.batches.iter().any(|b| b.by == By::Session(me as u8));
+        let mine = By::Session(me as u8);
+        let wrote = st.batches.iter().any(|b| b.by == mine) || st.holes.iter().any(|h| h.by == mine || h.ended == mine);
         let guard = if c.mode == Mode::Idle { Guard::IdleMayAdvance } else { Guard::MayAdvance };
-        !wrote || !self.has(guard)
+        !(c.second_call && wrote) || !self.has(guard)
     }
 
     /// ready_slots_from.

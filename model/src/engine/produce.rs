@@ -56,7 +56,7 @@ impl Config {
                 st.rows[st.allocated as usize] =
                     Row { by, here: true, job, run_lease, slot: pin.slot, generation: pin.generation };
                 st.allocated += 1;
-                let pin = st.rings[QUEUE].cursor;
+                let pin = if calls > 1 { st.rings[QUEUE].cursor } else { Cursor::default() };
                 st.sessions[me].local = Local::Produce { pin, promoted, calls: calls - 1 };
                 st.sessions[me].at = if calls > 1 { At::Pin } else { At::Commit };
             }

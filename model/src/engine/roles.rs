@@ -13,6 +13,7 @@ pub const CLAIMER: Role = Role::Claimer { limit: 1, probes: true, idles: false, 
 pub const CLAIMER_OF_TWO: Role = Role::Claimer { limit: 2, probes: true, idles: false, twice: false };
 pub const CLAIMER_AND_IDLE_CURSORS: Role = Role::Claimer { limit: 2, probes: true, idles: true, twice: false };
 pub const CLAIMER_WITHOUT_PROBES: Role = Role::Claimer { limit: 1, probes: false, idles: false, twice: false };
+pub const CLAIMER_OF_TWO_WITHOUT_PROBES: Role = Role::Claimer { limit: 2, probes: false, idles: false, twice: false };
 /// Calls twice in one transaction.
 pub const CLAIMER_TWICE: Role = Role::Claimer { limit: 1, probes: true, idles: false, twice: true };
 
