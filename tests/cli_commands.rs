@@ -14,21 +14,29 @@ fn awactl(args: &[&str]) -> Command {
     command
 }
 
+fn sql_on(config: &tokio_postgres::Config, sql: &str) -> String {
+    std::thread::scope(|scope| {
+        let run = async {
+            let (client, connection) = config.connect(tokio_postgres::NoTls).await.unwrap();
+            let connection = tokio::spawn(connection);
+            let messages = client.simple_query(sql).await.unwrap();
+            drop(client);
+            let _ = connection.await;
+            let values = messages.iter().filter_map(|m| match m {
+                tokio_postgres::SimpleQueryMessage::Row(row) => row.get(0).map(str::to_owned),
+                _ => None,
+            });
+            values.last().unwrap_or_default()
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        scope.spawn(move || runtime.block_on(run)).join().unwrap()
+    })
+}
+
 /// A database of its own with the schema installed, as an address.
 fn database(name: &str) -> String {
     let server = server();
-    let admin = server.config();
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
-                let (client, connection) = admin.connect(tokio_postgres::NoTls).await.unwrap();
-                let connection = tokio::spawn(connection);
-                client.batch_execute(&format!("CREATE DATABASE {name}")).await.unwrap();
-                drop(client);
-                let _ = connection.await;
-            });
-        });
-    });
+    sql_on(&server.config(), &format!("CREATE DATABASE {name}"));
     let url = server.url_of(name);
     done(&run(&url, &["migrate"]));
     url
@@ -132,6 +140,48 @@ fn rings_say_what_blocks_each_slot() {
 }
 
 #[test]
+fn a_ring_can_be_looked_at_alone_and_says_what_a_rotation_would_do() {
+    let url = database("cli_ring");
+    let look = || done(&run(&url, &["inspect", "rings", "--ring", "claim", "-o", "json"]));
+    let report = look();
+    assert_eq!(report["rings"].as_array().unwrap().len(), 1);
+    assert_eq!(report["rings"][0]["ring"], "claim");
+    assert_eq!(report["rings"][0]["rotation"]["skipped"], "idle: the open slot is empty");
+    done(&run(&url, &["maintenance", "rotate", "--force"]));
+    let table = String::from_utf8(run(&url, &["inspect", "rings", "--ring", "claim"]).stdout).unwrap();
+    let words = table.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(!words.contains("queue") && words.contains("would not be rotated"), "{table}");
+}
+
+#[test]
+fn a_watch_ends_quietly_when_its_reader_has_left() {
+    let url = database("cli_watch");
+    for format in ["table", "json", "yaml"] {
+        let mut child = awactl(&["--database-url", &url, "-o", format, "inspect", "queues", "--watch=10ms"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut first = [0];
+        std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut first).unwrap();
+        drop(child.stdout.take());
+        let mut status = None;
+        for _ in 0..1000 {
+            status = child.try_wait().unwrap();
+            if status.is_some() {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        let _ = child.kill();
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(status.expect("it ends by itself").code(), Some(0), "{format}");
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(!told.contains("error") && !told.contains("panick"), "{format}: {told}");
+    }
+}
+
+#[test]
 fn the_demo_does_its_jobs_and_stops_its_server() {
     let report = done(&awactl(&["demo", "--jobs", "2000", "-o", "json"]).output().unwrap());
     assert_eq!((&report["stats"]["completed"], &report["stats"]["failed"]), (&1998.into(), &2.into()));
@@ -169,4 +219,141 @@ fn a_scenario_with_an_unknown_field_or_a_used_database_is_refused() {
     let output = run(&url, &["bench", "run", "scenarios/pickup-latency.yaml", "--time-scale", "0.005"]);
     assert_eq!(output.status.code(), Some(4));
     assert!(String::from_utf8_lossy(&output.stderr).contains("--allow-target cli_bench_target"));
+}
+
+#[test]
+fn a_schema_may_have_any_name_that_postgresql_allows() {
+    let url = database("cli_odd_schemas");
+    for name in [
+        "quo\"te'd",
+        "100% %s %1$I %L",
+        "ünï ✓ 名",
+        "back\\slash \\+000041",
+        "UPPER Case",
+        "$function$ $$ $template$",
+        "{schema} {schema_literal}",
+        "do.tt-ed",
+        "semi; -- colon",
+        "new\nline\ttab",
+        "@at U&\"x\"",
+    ] {
+        let run = |args: &[&str]| {
+            let output =
+                awactl(&[&["--database-url", &url, "--schema", name, "-o", "json"], args].concat()).output().unwrap();
+            assert!(output.status.success(), "{name:?} {args:?}: {}", String::from_utf8_lossy(&output.stderr));
+            serde_json::from_slice::<Value>(&output.stdout).unwrap_or(Value::Null)
+        };
+        run(&["migrate"]);
+        assert_eq!(run(&["migrate", "status"])["state"], "active", "{name:?}");
+        run(&["enqueue", "ping", "--count", "40"]);
+        run(&["enqueue", "ping", "--in", "100ms"]);
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("jobs.ndjson");
+        std::fs::write(&file, "{\"kind\":\"ping\"}\n{\"kind\":\"broken\",\"args\":{\"terminal\":true}}\n").unwrap();
+        run(&["enqueue", "--file", file.to_str().unwrap()]);
+        let mut workers =
+            awactl(&["--database-url", &url, "--schema", name, "run-workers", "--config", "examples/workers.yaml"])
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn()
+                .unwrap();
+        let counts = |name: &str| {
+            let report = run(&["inspect", "queues"]);
+            report["queues"][0][name].as_i64().unwrap_or(0)
+        };
+        let ended = (0..400).any(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            counts("completed") == 42 && counts("failed") == 1
+        });
+        let rings = run(&["inspect", "rings"]);
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(workers.id() as i32), nix::sys::signal::SIGTERM).unwrap();
+        workers.wait().unwrap();
+        assert!(ended, "{name:?}: {}", run(&["inspect", "queues"]));
+        assert_eq!(rings["schema"], name);
+        assert_eq!(rings["rings"][0]["slots"].as_array().unwrap().len(), 16);
+        let dead = run(&["inspect", "dead-tuples"]);
+        assert!(dead["tables"].as_array().unwrap().len() > 100, "{name:?}: {dead}");
+        run(&["maintenance", "rotate"]);
+        run(&["maintenance", "once"]);
+        run(&["maintenance", "prune"]);
+        run(&["maintenance", "status"]);
+        assert_eq!(counts("completed"), 42, "{name:?}");
+    }
+}
+
+#[test]
+fn a_database_with_somebodys_tables_is_no_bench_target_unless_it_is_named() {
+    let server = server();
+    let url = database("cli_bench_foreign");
+    let mut config = server.config();
+    config.dbname("cli_bench_foreign");
+    let sql = |sql: &str| sql_on(&config, sql);
+    let bench = |more: &[&str]| {
+        let args = ["bench", "run", "scenarios/pickup-latency.yaml", "--time-scale", "0.005"];
+        run(&url, &[&args[..], more].concat())
+    };
+    sql("DROP SCHEMA awa CASCADE; CREATE TABLE public.accounts (id int)");
+    for wrong in [&[][..], &["--allow-target", "another"]] {
+        let output = bench(wrong);
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(4), "{told}");
+        assert!(told.contains("public.accounts") && told.contains("--allow-target cli_bench_foreign"), "{told}");
+        assert_eq!(sql("SELECT count(*) FROM pg_namespace WHERE nspname = 'awa'"), "0", "nothing was installed");
+    }
+    assert!(matches!(bench(&["--allow-target", "cli_bench_foreign"]).status.code(), Some(0 | 1)));
+    assert_eq!(bench(&[]).status.code(), Some(4), "naming it once is no leave for ever");
+    sql("DROP TABLE public.accounts");
+    assert!(matches!(bench(&[]).status.code(), Some(0 | 1)), "what is left is a bench's own");
+
+    // Jobs that were there before stay somebody's, also when a bench has been let in.
+    sql("DROP SCHEMA awa CASCADE");
+    done(&run(&url, &["migrate"]));
+    done(&run(&url, &["enqueue", "ping"]));
+    assert!(matches!(bench(&["--allow-target", "cli_bench_foreign"]).status.code(), Some(0 | 1)));
+    assert_eq!(bench(&[]).status.code(), Some(4));
+}
+
+#[test]
+fn a_fixed_rate_is_sent_whole_however_slow_the_server() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("flood.yaml");
+    std::fs::write(
+        &file,
+        "name: flood\ndescription: more than can be sent in time\nworkers: 256\nload: { rate: 400000 }\npayload_bytes: 10\n\
+         phases: [{ kind: clean, duration: 200ms }]\nchecks: []\n",
+    )
+    .unwrap();
+    let output = awactl(&["bench", "run", file.to_str().unwrap(), "-o", "json"]).output().unwrap();
+    let summary = done(&output);
+    assert!(summary["metrics"]["committed"].as_f64().unwrap() >= 80_000.0, "{summary}");
+    assert_eq!(summary["metrics"]["lost"], 0.0, "{summary}");
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(told.contains("clean for 200ms") && !told.contains(['\u{1b}', '\r']), "lines off a terminal: {told:?}");
+}
+
+#[test]
+fn a_bench_on_a_terminal_shows_rate_depth_and_p99_of_each_phase() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("short.yaml");
+    std::fs::write(
+        &file,
+        "name: short\ndescription: x\nworkers: 8\nload: { rate: 500 }\nphases: [{ kind: warmup, duration: 1s }, { kind: clean, duration: 1s }]\nchecks: []\n",
+    )
+    .unwrap();
+    let command = format!("{} bench run {}", env!("CARGO_BIN_EXE_awactl"), file.display());
+    let output = Command::new("script")
+        .args(["-qec", &command, "/dev/null"])
+        .env_remove("DATABASE_URL")
+        .env("TERM", "xterm")
+        .stdin(Stdio::null())
+        .output()
+        .expect("script(1), for a terminal");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}");
+    for phase in ["warmup for 1s", "clean for 1s"] {
+        let shown = text.split(['\r', '\n']).any(|line| {
+            line.contains(phase) && line.contains(" jobs/s, depth ") && line.contains(", p99 ") && line.contains('%')
+        });
+        assert!(shown, "{phase}: {text}");
+    }
 }

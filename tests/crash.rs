@@ -46,7 +46,7 @@ fn target(url: &str) -> Target {
 fn fleet(url: &str, ledger: &Path) -> Fleet {
     let mut registry = Registry::new();
     registry.insert(Recorder(File::options().append(true).create(true).open(ledger).unwrap())).unwrap();
-    let queue = QueueOptions { name: "crash".into(), workers: 16, prefetch: None, deadline: None };
+    let queue = QueueOptions::new("crash", 16);
     let mut options = FleetOptions::new(vec![queue]);
     options.poll_interval = Duration::from_millis(50);
     if let Some(maintenance) = &mut options.maintenance {

@@ -53,14 +53,21 @@ CREATE FUNCTION {schema}.join_lane(p_queue text, p_priority smallint) RETURNS {s
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_lane {schema}.queue_lanes;
+    v_shards integer;
+    v_shard smallint := 0;
 BEGIN
+    SELECT m.enqueue_shards INTO v_shards FROM {schema}.queue_meta AS m WHERE m.queue = p_queue;
+    IF v_shards > 1 THEN
+        -- By session, so that what one producer sends keeps its order.
+        v_shard := pg_backend_pid() % v_shards;
+    END IF;
     SELECT l.* INTO v_lane
     FROM {schema}.queue_lanes AS l
-    WHERE l.queue = p_queue AND l.priority = p_priority AND l.enqueue_shard = 0
+    WHERE l.queue = p_queue AND l.priority = p_priority AND l.enqueue_shard = v_shard
     ORDER BY l.lane_id
     LIMIT 1;
     IF NOT FOUND THEN
-        v_lane := {schema}.create_lane(p_queue, p_priority, 0::smallint);
+        v_lane := {schema}.create_lane(p_queue, p_priority, v_shard);
     END IF;
     PERFORM pg_advisory_xact_lock_shared('{schema}.ready_entries'::regclass::oid::integer, v_lane.lane_id);
     RETURN v_lane;

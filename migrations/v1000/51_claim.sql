@@ -18,7 +18,9 @@ CREATE TYPE {schema}.claimed_batch AS (
     created_ats  timestamptz[],
     kinds        text[],
     args         jsonb[],
-    extras       jsonb[]       -- tags, metadata, errors, progress; NULL where the job has none
+    extras       jsonb[],      -- tags, metadata, errors, progress; NULL where the job has none
+    job_count    integer,
+    lane_ranges  int8multirange
 );
 
 -- The claim ring's open slot, kept from being truncated until this transaction ends; see pin_ready_slot.
@@ -64,70 +66,7 @@ BEGIN
 END
 $function$;
 
--- Rows of one slot, column by column.
-CREATE TYPE {schema}.ready_rows AS (
-    row_count    integer,
-    seq_lo       bigint,
-    seq_hi       bigint,
-    lease_lo     bigint,
-    lease_hi     bigint,
-    has_unique   boolean,
-    lane_seqs    bigint[],
-    job_ids      bigint[],
-    run_leases   bigint[],
-    attempts     smallint[],
-    max_attempts smallint[],
-    run_ats      timestamptz[],
-    created_ats  timestamptz[],
-    kinds        text[],
-    args         jsonb[],
-    extras       jsonb[]
-);
-
--- ready_rows_<slot>: the first p_limit rows of a lane within p_gaps.
 -- emitted_ranges_<slot>: what is known to be spent above p_spent: ranges handed out, and holes set aside.
-SELECT {schema}.create_slot_functions('queue', 'ready_rows_in', 'p_lane_id integer, p_gaps int8multirange, p_limit integer',
-    '{schema}.ready_rows', $template$
-DECLARE
-    v_rows {schema}.ready_rows;
-BEGIN
-    IF p_gaps = int8multirange(int8range(lower(p_gaps), NULL)) THEN
-        SELECT count(*), min(r.lane_seq), max(r.lane_seq), min(r.run_lease), max(r.run_lease), bool_or(r.unique_key IS NOT NULL),
-               array_agg(r.lane_seq), array_agg(r.job_id), array_agg(r.run_lease + 1), array_agg(r.attempt + 1::smallint),
-               array_agg(r.max_attempts), array_agg(r.run_at), array_agg(r.created_at), array_agg(r.kind), array_agg(r.args),
-               array_agg({schema}.job_extras(r.tags, r.metadata, r.errors, r.progress))
-        INTO v_rows
-        FROM (
-            SELECT e.*
-            FROM {schema}.ready_entries_<slot> AS e
-            WHERE e.lane_id = p_lane_id AND e.lane_seq >= lower(p_gaps)
-            ORDER BY e.lane_seq
-            LIMIT p_limit
-        ) AS r;
-    ELSE
-        SELECT count(*), min(r.lane_seq), max(r.lane_seq), min(r.run_lease), max(r.run_lease), bool_or(r.unique_key IS NOT NULL),
-               array_agg(r.lane_seq), array_agg(r.job_id), array_agg(r.run_lease + 1), array_agg(r.attempt + 1::smallint),
-               array_agg(r.max_attempts), array_agg(r.run_at), array_agg(r.created_at), array_agg(r.kind), array_agg(r.args),
-               array_agg({schema}.job_extras(r.tags, r.metadata, r.errors, r.progress))
-        INTO v_rows
-        FROM (
-            SELECT s.*
-            FROM unnest(p_gaps) AS g (gap)
-            CROSS JOIN LATERAL (
-                SELECT e.*
-                FROM {schema}.ready_entries_<slot> AS e
-                WHERE e.lane_id = p_lane_id AND e.lane_seq >= lower(g.gap)
-                  AND e.lane_seq < coalesce(upper(g.gap), 9223372036854775807)
-                ORDER BY e.lane_seq
-                LIMIT p_limit
-            ) AS s
-            LIMIT p_limit
-        ) AS r;
-    END IF;
-    RETURN v_rows;
-END
-$template$);
-
 SELECT {schema}.create_slot_functions('queue', 'emitted_ranges_in', 'p_lane_id integer, p_spent bigint', 'int8multirange[]', $template$
 DECLARE
     v_ranges int8multirange[];
@@ -142,57 +81,132 @@ BEGIN
 END
 $template$);
 
--- Takes up to p_limit rows of one lane within one slot, out of p_gaps. The caller holds the lane's lock and has pinned
--- the claim slot. NULL if there are none.
-CREATE FUNCTION {schema}.claim_rows(
-    p_lane {schema}.queue_lanes, p_slot smallint, p_ready_generation bigint, p_gaps int8multirange, p_limit integer,
-    p_claim_cursor bigint, p_now timestamptz, p_deadline_at timestamptz, p_claimed_by text,
-    OUT batch {schema}.claimed_batch, OUT taken int8multirange
-)
+-- claim_rows_<slot>: takes the first p_limit rows of a lane within one slot, out of p_gaps; no row if there are none. The
+-- caller holds the lane's lock and has pinned the claim slot. One statement, so that the bodies are copied once.
+SELECT {schema}.create_slot_functions('queue', 'claim_rows_in',
+    'p_lane_id integer, p_priority smallint, p_ready_generation bigint, p_gaps int8multirange, p_limit integer, p_claim_cursor bigint,
+     p_now timestamptz, p_deadline_at timestamptz, p_claimed_by text',
+    'SETOF {schema}.claimed_batch', $template$
+BEGIN
+    RETURN QUERY
+    WITH picked AS MATERIALIZED (
+        SELECT count(*)::integer AS row_count, min(r.lane_seq) AS seq_lo, max(r.lane_seq) AS seq_hi,
+               min(r.run_lease) + 1 AS lease_lo, max(r.run_lease) + 1 AS lease_hi, bool_or(r.unique_key IS NOT NULL) AS has_unique,
+               array_agg(r.lane_seq) AS lane_seqs, array_agg(r.job_id) AS job_ids, array_agg(r.run_lease + 1) AS run_leases,
+               array_agg(r.attempt + 1::smallint) AS attempts, array_agg(r.max_attempts) AS max_attempts,
+               array_agg(r.run_at) AS run_ats, array_agg(r.created_at) AS created_ats, array_agg(r.kind) AS kinds,
+               array_agg(r.args) AS args, array_agg({schema}.job_extras(r.tags, r.metadata, r.errors, r.progress)) AS extras
+        FROM (
+            SELECT s.*
+            FROM unnest(p_gaps) AS g (gap)
+            CROSS JOIN LATERAL (
+                SELECT e.*
+                FROM {schema}.ready_entries_<slot> AS e
+                WHERE e.lane_id = p_lane_id AND e.lane_seq >= lower(g.gap)
+                  AND e.lane_seq < coalesce(upper(g.gap), 9223372036854775807)
+                ORDER BY e.lane_seq
+                LIMIT p_limit
+            ) AS s
+            LIMIT p_limit
+        ) AS r
+        HAVING count(*) > 0
+    ),
+    batch AS MATERIALIZED (
+        SELECT nextval('{schema}.lease_claim_batch_ids'::regclass) AS batch_id,
+               CASE
+                   WHEN p.seq_hi - p.seq_lo + 1 = p.row_count THEN int8multirange(int8range(p.seq_lo, p.seq_hi + 1))
+                   ELSE (SELECT range_agg(int8range(s, s + 1)) FROM unnest(p.lane_seqs) AS s)
+               END AS taken
+        FROM picked AS p
+    ),
+    receipts AS (
+        INSERT INTO {schema}.lease_claim_batches (
+            batch_id, claim_generation, ready_generation, run_lease, claimed_at, deadline_at, lane_id, claim_slot, ready_slot,
+            has_unique, claimed_by, lane_ranges, job_ids, run_leases)
+        SELECT b.batch_id, p_claim_cursor >> 8, p_ready_generation, CASE WHEN p.lease_lo = p.lease_hi THEN p.lease_lo END, p_now,
+               p_deadline_at, p_lane_id, (p_claim_cursor & 255)::smallint, <slot>, p.has_unique, p_claimed_by, b.taken, p.job_ids,
+               CASE WHEN p.lease_lo <> p.lease_hi THEN p.run_leases END
+        FROM picked AS p CROSS JOIN batch AS b
+    ),
+    emitted AS (
+        INSERT INTO {schema}.ready_claim_attempt_batches_<slot> (
+            batch_id, ready_generation, claim_generation, lane_hi, claimed_at, lane_id, job_count, ready_slot, claim_slot,
+            has_unique, lane_ranges)
+        SELECT b.batch_id, p_ready_generation, p_claim_cursor >> 8, p.seq_hi, p_now, p_lane_id, p.row_count, <slot>,
+               (p_claim_cursor & 255)::smallint, p.has_unique, b.taken
+        FROM picked AS p CROSS JOIN batch AS b
+    )
+    SELECT b.batch_id, (p_claim_cursor & 255)::smallint, p_priority, p_now, p_deadline_at, p.job_ids, p.run_leases, p.attempts,
+           p.max_attempts, p.run_ats, p.created_ats, p.kinds, p.args, p.extras, p.row_count, b.taken
+    FROM picked AS p CROSS JOIN batch AS b;
+END
+$template$);
+
+-- Gives every attempt of a batch just claimed a lease at once (lease_claim_receipts = false).
+CREATE FUNCTION {schema}.lease_batch(p_batch {schema}.claimed_batch) RETURNS void
+LANGUAGE plpgsql AS $function$
+BEGIN
+    PERFORM {schema}.materialise(p_batch.claim_slot, p_batch.batch_id * 1024 + n - 1, p_batch.job_ids[n], p_batch.run_leases[n])
+    FROM generate_series(1, p_batch.job_count) AS n;
+END
+$function$;
+
+-- first_run_at_<slot>: since when the first row of a lane above p_spent could have run. It may be taken already; then the
+-- lane seems a little older than it is.
+SELECT {schema}.create_slot_functions('queue', 'first_run_at_in', 'p_lane_id integer, p_spent bigint', 'timestamptz', $template$
+BEGIN
+    RETURN (
+        SELECT r.run_at
+        FROM {schema}.ready_entries_<slot> AS r
+        WHERE r.lane_id = p_lane_id AND r.lane_seq > p_spent
+        ORDER BY r.lane_seq
+        LIMIT 1);
+END
+$template$);
+
+-- Since when a lane's head waits; NULL when the lane is empty.
+CREATE FUNCTION {schema}.waiting_since(p_lane {schema}.queue_lanes) RETURNS timestamptz
 LANGUAGE plpgsql AS $function$
 DECLARE
-    v_rows {schema}.ready_rows;
+    v_spent bigint := pg_sequence_last_value(p_lane.spent);
+    v_slot smallint;
+    v_since timestamptz;
 BEGIN
-    v_rows := {schema}.ready_rows_in(p_slot, p_lane.lane_id, p_gaps, p_limit);
-    IF v_rows.row_count = 0 THEN
-        batch := NULL;
+    IF v_spent >= pg_sequence_last_value(p_lane.seq) THEN
+        RETURN NULL;
+    END IF;
+    FOR v_slot IN SELECT s.slot FROM {schema}.ready_slots_from(pg_sequence_last_value(p_lane.generation)) AS s LOOP
+        v_since := {schema}.first_run_at_in(v_slot, p_lane.lane_id, v_spent);
+        EXIT WHEN v_since IS NOT NULL;
+    END LOOP;
+    RETURN v_since;
+END
+$function$;
+
+-- A queue's lanes in the order a claim takes them. With p_aging a lane rises one priority for every p_aging its head has
+-- waited, and among equals the older head goes first, so that no priority starves. Shards of one priority take turns.
+CREATE FUNCTION {schema}.lanes_of(p_queue text, p_aging interval, p_now timestamptz) RETURNS SETOF {schema}.queue_lanes
+LANGUAGE plpgsql AS $function$
+DECLARE
+    c_turn constant integer := floor(random() * 64);
+BEGIN
+    IF p_aging IS NULL THEN
+        RETURN QUERY
+            SELECT l.*
+            FROM {schema}.queue_lanes AS l
+            WHERE l.queue = p_queue
+            ORDER BY l.priority, (l.enqueue_shard + c_turn) & 63, l.lane_id;
         RETURN;
     END IF;
-
-    IF v_rows.seq_hi - v_rows.seq_lo + 1 = v_rows.row_count THEN
-        taken := int8multirange(int8range(v_rows.seq_lo, v_rows.seq_hi + 1));
-    ELSE
-        SELECT range_agg(int8range(s, s + 1)) INTO taken FROM unnest(v_rows.lane_seqs) AS s;
-    END IF;
-    batch.batch_id := nextval('{schema}.lease_claim_batch_ids'::regclass);
-    batch.claim_slot := p_claim_cursor & 255;
-    batch.priority := p_lane.priority;
-    batch.claimed_at := p_now;
-    batch.deadline_at := p_deadline_at;
-    batch.job_ids := v_rows.job_ids;
-    batch.run_leases := v_rows.run_leases;
-    batch.attempts := v_rows.attempts;
-    batch.max_attempts := v_rows.max_attempts;
-    batch.run_ats := v_rows.run_ats;
-    batch.created_ats := v_rows.created_ats;
-    batch.kinds := v_rows.kinds;
-    batch.args := v_rows.args;
-    batch.extras := v_rows.extras;
-
-    INSERT INTO {schema}.lease_claim_batches (
-        batch_id, claim_generation, ready_generation, run_lease, claimed_at, deadline_at, lane_id, claim_slot, ready_slot,
-        has_unique, claimed_by, lane_ranges, job_ids, run_leases)
-    VALUES (
-        batch.batch_id, p_claim_cursor >> 8, p_ready_generation,
-        CASE WHEN v_rows.lease_lo = v_rows.lease_hi THEN v_rows.lease_lo + 1 END, p_now, p_deadline_at, p_lane.lane_id,
-        batch.claim_slot, p_slot, v_rows.has_unique, p_claimed_by, taken, batch.job_ids,
-        CASE WHEN v_rows.lease_lo <> v_rows.lease_hi THEN v_rows.run_leases END);
-    INSERT INTO {schema}.ready_claim_attempt_batches (
-        batch_id, ready_generation, claim_generation, lane_hi, claimed_at, lane_id, job_count, ready_slot, claim_slot,
-        has_unique, lane_ranges)
-    VALUES (
-        batch.batch_id, p_ready_generation, p_claim_cursor >> 8, v_rows.seq_hi, p_now, p_lane.lane_id, v_rows.row_count, p_slot,
-        batch.claim_slot, v_rows.has_unique, taken);
+    RETURN QUERY
+        SELECT (o.lane).*
+        FROM (
+            SELECT l AS lane, l.priority, l.enqueue_shard, l.lane_id, {schema}.waiting_since(l) AS since
+            FROM {schema}.queue_lanes AS l
+            WHERE l.queue = p_queue
+        ) AS o
+        ORDER BY greatest(o.priority - coalesce(floor(extract(epoch FROM p_now - o.since) / extract(epoch FROM p_aging)), 0), 1),
+                 o.since, (o.enqueue_shard + c_turn) & 63, o.lane_id;
 END
 $function$;
 
@@ -200,7 +214,8 @@ $function$;
 -- a lane with work was busy in another claim: ask again soon.
 -- p_probe also looks into the holes set aside; callers ask for it once per poll interval and on wake-up.
 CREATE FUNCTION {schema}.claim(
-    p_queue text, p_limit integer, p_deadline interval DEFAULT NULL, p_claimed_by text DEFAULT NULL, p_probe boolean DEFAULT false
+    p_queue text, p_limit integer, p_deadline interval DEFAULT NULL, p_claimed_by text DEFAULT NULL, p_probe boolean DEFAULT false,
+    p_aging interval DEFAULT NULL, p_receipts boolean DEFAULT true
 ) RETURNS SETOF {schema}.claimed_batch
 LANGUAGE plpgsql AS $function$
 DECLARE
@@ -210,7 +225,6 @@ DECLARE
     c_now constant timestamptz := clock_timestamp();
     v_lane {schema}.queue_lanes;
     v_batch {schema}.claimed_batch;
-    v_picked record;
     v_left integer := c_limit;
     v_claim_cursor bigint;
     v_allocated bigint;
@@ -234,9 +248,11 @@ BEGIN
             USING ERRCODE = 'feature_not_supported';
     END IF;
 
-    FOR v_lane IN
-        SELECT l.* FROM {schema}.queue_lanes AS l WHERE l.queue = p_queue ORDER BY l.priority, l.enqueue_shard, l.lane_id
-    LOOP
+    IF EXISTS (SELECT FROM {schema}.queue_meta AS m WHERE m.queue = p_queue AND m.paused) THEN
+        RETURN;
+    END IF;
+
+    FOR v_lane IN SELECT l.* FROM {schema}.lanes_of(p_queue, p_aging, c_now) AS l LOOP
         EXIT WHEN v_left <= 0;
         v_allocated := pg_sequence_last_value(v_lane.seq);
         CONTINUE WHEN pg_sequence_last_value(v_lane.spent) >= v_allocated AND NOT p_probe;
@@ -253,9 +269,10 @@ BEGIN
         IF p_probe THEN
             FOR v_batch IN
                 SELECT r.*
-                FROM {schema}.claim_late_rows(v_lane, v_left, v_claim_cursor, c_now, c_now + p_deadline, p_claimed_by) AS r
+                FROM {schema}.claim_late_rows(v_lane, v_left, v_claim_cursor, c_now, c_now + p_deadline, p_claimed_by,
+                    p_receipts) AS r
             LOOP
-                v_left := v_left - cardinality(v_batch.job_ids);
+                v_left := v_left - v_batch.job_count;
                 RETURN NEXT v_batch;
             END LOOP;
             EXIT WHEN v_left <= 0;
@@ -291,16 +308,20 @@ BEGIN
         v_seen := '{}';
         FOR v_slot IN SELECT s.generation, s.slot FROM {schema}.ready_slots_from(v_hint) AS s LOOP
             EXIT WHEN v_left <= 0;
-            SELECT r.batch, r.taken INTO v_picked
-            FROM {schema}.claim_rows(v_lane, v_slot.slot, v_slot.generation, v_gaps, v_left, v_claim_cursor, c_now,
-                c_now + p_deadline, p_claimed_by) AS r;
-            CONTINUE WHEN v_picked.taken IS NULL;
-            v_batch := v_picked.batch;
-            v_left := v_left - cardinality(v_batch.job_ids);
-            v_seen := v_seen + v_picked.taken;
-            v_generations := v_generations || v_slot.generation;
-            v_highs := v_highs || upper(v_picked.taken);
-            RETURN NEXT v_batch;
+            FOR v_batch IN
+                SELECT r.*
+                FROM {schema}.claim_rows_in(v_slot.slot, v_lane.lane_id, v_lane.priority, v_slot.generation, v_gaps, v_left,
+                    v_claim_cursor, c_now, c_now + p_deadline, p_claimed_by) AS r
+            LOOP
+                IF NOT p_receipts THEN
+                    PERFORM {schema}.lease_batch(v_batch);
+                END IF;
+                v_left := v_left - v_batch.job_count;
+                v_seen := v_seen + v_batch.lane_ranges;
+                v_generations := v_generations || v_slot.generation;
+                v_highs := v_highs || upper(v_batch.lane_ranges);
+                RETURN NEXT v_batch;
+            END LOOP;
         END LOOP;
 
         -- The hint: the oldest slot that still says something above the cursor. A slow producer may yet commit into an

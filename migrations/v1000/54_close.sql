@@ -97,8 +97,9 @@ BEGIN
 
     IF p_job.unique_key IS NOT NULL THEN
         v_holder := {schema}.enter_state(p_job.job_id, p_job.unique_key, p_job.unique_states, v_state);
-        IF v_holder IS NOT NULL THEN
-            -- Somebody took the key while this job did not hold it. The older gives way, and its neighbours go on.
+        IF v_holder IS NOT NULL AND v_state IN ('retryable', 'scheduled') THEN
+            -- Somebody took the key while this job did not hold it. The older gives way, and its neighbours go on. (What is
+            -- over is over: it just does not hold the key.)
             v_state := 'cancelled';
             p_job.errors := {schema}.with_error(p_job.errors, p_job.attempt,
                 format('superseded by job %s, which holds its unique key', v_holder), p_now);

@@ -3,9 +3,9 @@
 
 -- Why the open slot need not be left yet; NULL when it should.
 CREATE FUNCTION {schema}.why_not_rotate(p_ring text, p_slot smallint) RETURNS text
-LANGUAGE plpgsql AS $function$
+LANGUAGE plpgsql STABLE AS $function$
 DECLARE
-    c_worth bigint := 256 * 1024;
+    c_worth constant bigint := 256 * 1024;
     v_size bigint;
     v_live bigint;
 BEGIN
@@ -32,40 +32,30 @@ BEGIN
 END
 $function$;
 
--- Opens the next pruned slot after the current one, passing over those that could not be pruned. Skips an empty current
--- slot (idle) unless forced. Returns what happened; a skip has its reason.
-CREATE FUNCTION {schema}.rotate(p_ring text, p_force boolean DEFAULT false, OUT rotated boolean, OUT generation bigint, OUT slot smallint, OUT reason text)
-LANGUAGE plpgsql AS $function$
+-- What a rotation opens now, or why it is skipped; reads only. Passes over slots that could not be pruned. An empty current
+-- slot (idle) is a reason to skip unless forced.
+CREATE FUNCTION {schema}.next_opening(p_ring text, p_force boolean, OUT generation bigint, OUT slot smallint, OUT reason text)
+LANGUAGE plpgsql STABLE AS $function$
 DECLARE
-    v_cursor_seq regclass := format('%I.%I', {schema_literal}, p_ring || '_ring_cursor')::regclass;
     v_slots integer;
     v_current record;
     v_promised bigint;
 BEGIN
-    rotated := false;
-    -- Lock: the ring, so that the cursor sequence below is set by one rotator at a time. Not waited for.
-    IF NOT pg_try_advisory_xact_lock(format('%I.%I', {schema_literal}, p_ring || '_ring_state')::regclass::oid::integer, 0) THEN
-        reason := 'another session is rotating this ring';
-        RETURN;
-    END IF;
     EXECUTE format('SELECT s.generation, s.slot FROM %1$I.%2$I AS s ORDER BY s.generation DESC LIMIT 1',
         {schema_literal}, p_ring || '_ring_state')
     INTO v_current;
     -- A rotator that died between setval and its commit promised a slot, and somebody may have written there already:
     -- keep the promise, so that a generation never names two slots.
-    v_promised := pg_sequence_last_value(v_cursor_seq);
+    v_promised := pg_sequence_last_value(format('%I.%I', {schema_literal}, p_ring || '_ring_cursor')::regclass);
     IF v_promised >> 8 > v_current.generation THEN
         generation := v_promised >> 8;
         slot := v_promised & 255;
-        EXECUTE format('INSERT INTO %1$I.%2$I (generation, slot) VALUES ($1, $2)', {schema_literal}, p_ring || '_ring_state')
-        USING generation, slot;
-        rotated := true;
         RETURN;
     END IF;
 
-    generation := v_current.generation;
-    slot := v_current.slot;
     IF NOT p_force THEN
+        generation := v_current.generation;
+        slot := v_current.slot;
         reason := {schema}.why_not_rotate(p_ring, v_current.slot);
         IF reason IS NOT NULL THEN
             RETURN;
@@ -82,16 +72,32 @@ BEGIN
          ORDER BY c.n LIMIT 1',
         {schema_literal}, p_ring || '_ring_state', p_ring || '_ring_prunes', v_current.slot, v_slots)
     INTO slot;
+    generation := v_current.generation + 1;
     IF slot IS NULL THEN
+        generation := v_current.generation;
         slot := v_current.slot;
         reason := 'no pruned slot: the open one goes on';
+    END IF;
+END
+$function$;
+
+-- Opens it. Returns what happened; a skip has its reason.
+CREATE FUNCTION {schema}.rotate(p_ring text, p_force boolean DEFAULT false, OUT rotated boolean, OUT generation bigint, OUT slot smallint, OUT reason text)
+LANGUAGE plpgsql AS $function$
+BEGIN
+    rotated := false;
+    -- Lock: the ring, so that the cursor sequence below is set by one rotator at a time. Not waited for.
+    IF NOT pg_try_advisory_xact_lock(format('%I.%I', {schema_literal}, p_ring || '_ring_state')::regclass::oid::integer, 0) THEN
+        reason := 'another session is rotating this ring';
         RETURN;
     END IF;
-
-    generation := v_current.generation + 1;
+    SELECT o.generation, o.slot, o.reason INTO generation, slot, reason FROM {schema}.next_opening(p_ring, p_force) AS o;
+    IF reason IS NOT NULL THEN
+        RETURN;
+    END IF;
     EXECUTE format('INSERT INTO %1$I.%2$I (generation, slot) VALUES ($1, $2)', {schema_literal}, p_ring || '_ring_state')
     USING generation, slot;
-    PERFORM setval(v_cursor_seq, generation << 8 | slot);
+    PERFORM setval(format('%I.%I', {schema_literal}, p_ring || '_ring_cursor')::regclass, generation << 8 | slot);
     rotated := true;
 END
 $function$;

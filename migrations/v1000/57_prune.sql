@@ -57,13 +57,14 @@ BEGIN
 END
 $function$;
 
--- The proof for a queue slot: no hole set aside is still open; every emitted attempt is closed; every row is emitted; every
--- lane's cursor is past it. NULL when it holds, else what is missing. Cheapest first.
-CREATE FUNCTION {schema}.queue_slot_blocker(p_slot smallint, OUT reason text, OUT detail text)
+-- What keeps a queue slot, as far as it can be told without reading its jobs: a hole set aside in it is still open; a lane's
+-- last job in it is not claimed; an emitted attempt is not closed; a lane's cursor is not past it. Costs some index look-ups
+-- a lane and a pass over the batches, however many jobs the slot holds.
+CREATE FUNCTION {schema}.queue_slot_pending(p_slot smallint, OUT reason text, OUT detail text)
 LANGUAGE plpgsql STABLE AS $function$
 DECLARE
-    v_emitted bigint;
-    v_rows bigint;
+    v_last record;
+    v_cursor_detail text;
     v_open bigint;
     v_first text;
     v_claim_slot smallint;
@@ -79,8 +80,38 @@ BEGIN
         RETURN;
     END IF;
 
-    EXECUTE format('SELECT coalesce(sum(b.job_count), 0) FROM %1$I.%2$I AS b', {schema_literal}, 'ready_claim_attempt_batches_' || p_slot)
-    INTO v_emitted;
+    -- Each lane's last job here, where the cursor is not past it: from one lane to the next by the index.
+    FOR v_last IN EXECUTE format(
+        'WITH RECURSIVE lanes AS (
+             (SELECT e.lane_id FROM %1$I.%2$I AS e ORDER BY e.lane_id, e.lane_seq LIMIT 1)
+             UNION ALL
+             SELECT n.lane_id
+             FROM lanes AS c
+             CROSS JOIN LATERAL (
+                 SELECT e.lane_id FROM %1$I.%2$I AS e WHERE e.lane_id > c.lane_id ORDER BY e.lane_id, e.lane_seq LIMIT 1
+             ) AS n
+         ), last AS MATERIALIZED (
+             SELECT c.lane_id,
+                    (SELECT e.lane_seq FROM %1$I.%2$I AS e WHERE e.lane_id = c.lane_id ORDER BY e.lane_id DESC, e.lane_seq DESC LIMIT 1) AS lane_seq
+             FROM lanes AS c
+         )
+         SELECT t.lane_id, t.lane_seq, l.queue, l.priority, pg_sequence_last_value(l.spent) AS spent,
+                EXISTS (SELECT FROM %1$I.%3$I AS b
+                        WHERE b.lane_id = t.lane_id AND b.lane_hi >= t.lane_seq AND b.lane_ranges @> t.lane_seq) AS is_emitted
+         FROM last AS t
+         JOIN %1$I.queue_lanes AS l ON l.lane_id = t.lane_id
+         WHERE pg_sequence_last_value(l.spent) < t.lane_seq',
+        {schema_literal}, 'ready_entries_' || p_slot, 'ready_claim_attempt_batches_' || p_slot)
+    LOOP
+        IF NOT v_last.is_emitted THEN
+            reason := 'ready_rows';
+            detail := format('jobs of queue %s, priority %s, are not claimed yet, up to number %s of lane %s',
+                v_last.queue, v_last.priority, v_last.lane_seq, v_last.lane_id);
+            RETURN;
+        END IF;
+        v_cursor_detail := format('the claim cursor of lane %s (queue %s) is at %s, the slot holds up to %s',
+            v_last.lane_id, v_last.queue, v_last.spent, v_last.lane_seq);
+    END LOOP;
 
     -- An attempt is closed when its claim generation was pruned (that needed the proof), or its closures add up.
     FOR v_claim_slot IN EXECUTE format(
@@ -105,22 +136,32 @@ BEGIN
         END IF;
     END LOOP;
 
+    IF v_cursor_detail IS NOT NULL THEN
+        reason := 'lane_cursor';
+        detail := v_cursor_detail;
+    END IF;
+END
+$function$;
+
+-- The proof for a queue slot: nothing of the above, and every row is emitted, which is counted last, and only here. NULL
+-- when it holds, else what is missing.
+CREATE FUNCTION {schema}.queue_slot_blocker(p_slot smallint, OUT reason text, OUT detail text)
+LANGUAGE plpgsql STABLE AS $function$
+DECLARE
+    v_emitted bigint;
+    v_rows bigint;
+BEGIN
+    SELECT p.reason, p.detail INTO reason, detail FROM {schema}.queue_slot_pending(p_slot) AS p;
+    IF reason IS NOT NULL THEN
+        RETURN;
+    END IF;
+    EXECUTE format('SELECT coalesce(sum(b.job_count), 0) FROM %1$I.%2$I AS b', {schema_literal}, 'ready_claim_attempt_batches_' || p_slot)
+    INTO v_emitted;
     EXECUTE format('SELECT count(*) FROM %1$I.%2$I', {schema_literal}, 'ready_entries_' || p_slot) INTO v_rows;
     IF v_rows <> v_emitted THEN
         reason := 'ready_rows';
-        detail := format('%s of %s jobs are not claimed yet', v_rows - v_emitted, v_rows);
-        RETURN;
+        detail := format('%s of %s jobs are not claimed yet, committed late by their producers', v_rows - v_emitted, v_rows);
     END IF;
-
-    EXECUTE format(
-        'SELECT ''lane_cursor'', format(''the claim cursor of lane %%s (queue %%s) is at %%s, the slot holds up to %%s'', l.lane_id, l.queue,
-                pg_sequence_last_value(l.spent), t.lane_hi)
-         FROM (SELECT b.lane_id, max(b.lane_hi) AS lane_hi FROM %1$I.%2$I AS b GROUP BY b.lane_id) AS t
-         JOIN %1$I.queue_lanes AS l ON l.lane_id = t.lane_id
-         WHERE pg_sequence_last_value(l.spent) < t.lane_hi
-         LIMIT 1',
-        {schema_literal}, 'ready_claim_attempt_batches_' || p_slot)
-    INTO reason, detail;
 END
 $function$;
 
@@ -150,12 +191,6 @@ CREATE FUNCTION {schema}.prune(
 )
 LANGUAGE plpgsql AS $function$
 DECLARE
-    c_parents constant text[] := CASE p_ring
-        WHEN 'queue' THEN ARRAY['ready_entries', 'ready_claim_attempt_batches', 'ready_lane_holes', 'receipt_completion_batches', 'done_entries',
-                           'terminal_tombstones']
-        WHEN 'claim' THEN ARRAY['lease_claim_batches', 'lease_claim_closure_batches']
-        WHEN 'lease' THEN ARRAY['leases']
-    END;
     v_class oid := format('%I.%I', {schema_literal}, p_ring || '_ring_slots')::regclass;
     v_state text;
     v_children text;
@@ -207,7 +242,7 @@ BEGIN
     SELECT string_agg(format('%I.%I', {schema_literal}, p || '_' || p_slot), ', '),
            array_agg(format('%I.%I', {schema_literal}, p || '_' || p_slot)::regclass::oid)
     INTO v_children, v_relations
-    FROM unnest(c_parents) AS p;
+    FROM unnest({schema}.ring_parents(p_ring)) AS p;
     BEGIN
         -- Lock: the partitions, exclusively and briefly. A reader that does not let go costs a skip.
         PERFORM set_config('lock_timeout', greatest(extract(epoch FROM p_lock_timeout) * 1000, 1)::integer::text, true);
@@ -279,7 +314,7 @@ $function$;
 -- What must outlive a queue slot: its terminal counts; the jobs that failed in it, retryable for as long as their queue keeps
 -- them; and that its other finished jobs no longer hold their unique keys.
 CREATE FUNCTION {schema}.fold_pruned_slot(p_slot smallint, p_generation bigint) RETURNS void
-LANGUAGE plpgsql AS $function$
+LANGUAGE plpgsql SET jit = off AS $function$
 DECLARE
     v_failed boolean;
     v_has_unique boolean;

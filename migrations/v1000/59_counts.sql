@@ -2,7 +2,7 @@
 
 -- Counts stretches of deep backlogs once and keeps the numbers: of lanes with over p_stretch numbers beyond what is
 -- counted, as far as nothing can change any more. Returns how many stretches it added.
-CREATE FUNCTION {schema}.settle_backlog_segments(p_stretch bigint DEFAULT 100000) RETURNS integer
+CREATE FUNCTION {schema}.settle_backlog_segments(p_stretch bigint DEFAULT 25000) RETURNS integer
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_lane {schema}.queue_lanes;
@@ -12,8 +12,17 @@ DECLARE
     v_tries integer;
     v_added integer := 0;
 BEGIN
+    -- Under an old snapshot the lock below would be worth nothing.
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'settle_backlog_segments needs READ COMMITTED, not %', upper(current_setting('transaction_isolation'))
+            USING ERRCODE = 'feature_not_supported';
+    END IF;
     FOR v_lane IN SELECT l.* FROM {schema}.queue_lanes AS l ORDER BY l.lane_id LOOP
         v_allocated := pg_sequence_last_value(v_lane.seq);
+        CONTINUE WHEN v_allocated - pg_sequence_last_value(v_lane.spent) <= p_stretch;
+        -- Lock: one settler a lane, until its stretches are committed; never waited for. Whoever gets it reads how far the
+        -- one before came in a later statement, so stretches never overlap, however the cursor moves meanwhile.
+        CONTINUE WHEN NOT pg_try_advisory_xact_lock('{schema}.queue_backlog_segments'::regclass::oid::integer, v_lane.lane_id);
         v_lo := greatest(
             pg_sequence_last_value(v_lane.spent),
             (SELECT max(s.lane_hi) FROM {schema}.queue_backlog_segments AS s WHERE s.lane_id = v_lane.lane_id));
@@ -33,8 +42,7 @@ BEGIN
             INSERT INTO {schema}.queue_backlog_segments (lane_id, lane_lo, lane_hi, job_count)
             SELECT v_lane.lane_id, v_lo, v_lo + p_stretch, count(*)
             FROM {schema}.ready_entries AS e
-            WHERE e.lane_id = v_lane.lane_id AND e.lane_seq > v_lo AND e.lane_seq <= v_lo + p_stretch
-            ON CONFLICT DO NOTHING;
+            WHERE e.lane_id = v_lane.lane_id AND e.lane_seq > v_lo AND e.lane_seq <= v_lo + p_stretch;
             v_lo := v_lo + p_stretch;
             v_added := v_added + 1;
         END LOOP;
@@ -60,158 +68,140 @@ BEGIN
 END
 $function$;
 
--- Jobs of a lane that can be claimed now. Scans at most one stretch and the part not yet counted; where that is over
--- p_scan numbers (a producer that stays open kept it from being counted), it is an estimate, and said to be one.
-CREATE FUNCTION {schema}.lane_available(
-    p_lane {schema}.queue_lanes, p_scan bigint DEFAULT 1000000, OUT available bigint, OUT is_exact boolean, OUT oldest_run_at timestamptz
-)
-LANGUAGE plpgsql AS $function$
+-- Jobs by queue and state, with a row for 'available' of every queue that ever had a lane. Exact at one instant, whatever is
+-- claimed, completed, promoted, rotated and pruned meanwhile: everything that must agree is read by one statement. Only
+-- where over p_scan numbers of a lane are not counted yet (a producer that stays open keeps a deep backlog from being
+-- settled) is 'available' an estimate, and said to be one.
+CREATE FUNCTION {schema}.queue_counts(p_scan bigint DEFAULT 1000000)
+RETURNS TABLE (queue text, state text, job_count bigint, is_exact boolean, oldest_ready_age_s double precision)
+LANGUAGE plpgsql SET jit = off AS $function$
 DECLARE
-    v_spent bigint := pg_sequence_last_value(p_lane.spent);
-    v_allocated bigint := pg_sequence_last_value(p_lane.seq);
-    v_emitted int8multirange;
-    v_counted record;
-    v_gaps int8multirange;
-    v_head bigint := 0;
-    v_tail bigint := 0;
+    v_lane_ids integer[];
+    v_spents bigint[];
 BEGIN
-    is_exact := true;
-    available := 0;
-    IF v_spent >= v_allocated THEN
-        RETURN;
+    -- TRUNCATE hides rows from snapshots older than itself. Here each statement has its own, taken after its locks.
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'queue_counts needs READ COMMITTED, not %', upper(current_setting('transaction_isolation'))
+            USING ERRCODE = 'feature_not_supported';
     END IF;
-    SELECT coalesce(range_agg(b.lane_ranges), '{}') INTO v_emitted
-    FROM {schema}.ready_claim_attempt_batches AS b
-    WHERE b.lane_id = p_lane.lane_id AND b.lane_hi > v_spent;
-    SELECT min(s.lane_lo) AS lo, max(s.lane_hi) AS hi, coalesce(sum(s.job_count), 0) AS job_count INTO v_counted
-    FROM {schema}.queue_backlog_segments AS s
-    WHERE s.lane_id = p_lane.lane_id AND s.lane_lo >= v_spent;
-    IF v_counted.lo > v_spent THEN
-        SELECT count(*) INTO v_head
-        FROM {schema}.ready_entries AS e
-        WHERE e.lane_id = p_lane.lane_id AND e.lane_seq > v_spent AND e.lane_seq <= v_counted.lo;
-    END IF;
-    IF v_allocated - coalesce(v_counted.hi, v_spent) > p_scan THEN
-        is_exact := false;
-        v_tail := v_allocated - coalesce(v_counted.hi, v_spent);
-    ELSE
-        SELECT count(*) INTO v_tail
-        FROM {schema}.ready_entries AS e
-        WHERE e.lane_id = p_lane.lane_id AND e.lane_seq > coalesce(v_counted.hi, v_spent);
-    END IF;
-    SELECT v_counted.job_count + v_head + v_tail - coalesce(sum(upper(r) - lower(r)), 0) INTO available
-    FROM unnest(v_emitted * int8multirange(int8range(v_spent + 1, NULL))) AS r;
 
-    v_gaps := int8multirange(int8range(v_spent + 1, NULL)) - v_emitted;
-    SELECT f.run_at INTO oldest_run_at
-    FROM unnest(v_gaps) AS g (gap)
-    CROSS JOIN LATERAL (
-        SELECT e.run_at, e.lane_seq
-        FROM {schema}.ready_entries AS e
-        WHERE e.lane_id = p_lane.lane_id AND e.lane_seq >= lower(g.gap)
-          AND e.lane_seq < coalesce(upper(g.gap), 9223372036854775807)
-        ORDER BY e.lane_seq
-        LIMIT 1
-    ) AS f
-    ORDER BY f.lane_seq
-    LIMIT 1;
-END
-$function$;
+    -- Lock: the partitions of the bodies, as every reader takes them; prune needs each of its slot's tables exclusively, so
+    -- from here on no queue slot goes.
+    LOCK TABLE {schema}.ready_entries IN ACCESS SHARE MODE;
+    -- The cursors, which no snapshot holds still, between that lock and the snapshot of the statement below:
+    -- what they are past was committed before, so it is seen as emitted there; and what was pruned lies below them, so a
+    -- stretch counted above a cursor is still whole.
+    SELECT array_agg(l.lane_id), array_agg(pg_sequence_last_value(l.spent)) INTO v_lane_ids, v_spents FROM {schema}.queue_lanes AS l;
 
--- Every queue that ever had a job, with what is in it by state.
-CREATE FUNCTION {schema}.queue_counts()
-RETURNS TABLE (
-    queue text, available bigint, available_exact boolean, scheduled bigint, retryable bigint, running bigint, completed bigint,
-    failed bigint, cancelled bigint, oldest_ready_age_s double precision
-)
-LANGUAGE plpgsql AS $function$
-BEGIN
     RETURN QUERY
-        WITH ready AS MATERIALIZED (
-            SELECT l.queue, sum(a.available)::bigint AS available, bool_and(a.is_exact) AS is_exact, min(a.oldest_run_at) AS oldest
-            FROM {schema}.queue_lanes AS l CROSS JOIN LATERAL {schema}.lane_available(l) AS a
-            GROUP BY l.queue
-        ), deferred AS MATERIALIZED (
-            SELECT d.queue, count(*) FILTER (WHERE d.state = 'scheduled') AS scheduled,
-                   count(*) FILTER (WHERE d.state = 'retryable') AS retryable
-            FROM {schema}.deferred_jobs AS d
-            GROUP BY d.queue
-        ), closed AS MATERIALIZED (
-            SELECT c.claim_slot, c.batch_id, sum(c.job_count) AS job_count
-            FROM {schema}.lease_claim_closure_batches AS c
-            GROUP BY c.claim_slot, c.batch_id
-        ), running AS MATERIALIZED (
-            SELECT l.queue, sum(cardinality(b.job_ids) - coalesce(c.job_count, 0))::bigint AS running
-            FROM {schema}.lease_claim_batches AS b
-            JOIN {schema}.queue_lanes AS l ON l.lane_id = b.lane_id
-            LEFT JOIN closed AS c ON c.claim_slot = b.claim_slot AND c.batch_id = b.batch_id
-            GROUP BY l.queue
-        ), ended AS MATERIALIZED (
-            SELECT t.queue, sum(t.job_count) FILTER (WHERE t.state = 'completed') AS completed,
-                   sum(t.job_count) FILTER (WHERE t.state = 'failed') AS failed,
-                   sum(t.job_count) FILTER (WHERE t.state = 'cancelled') AS cancelled
+        WITH open_holes AS MATERIALIZED (
+            SELECT h.lane_id, range_agg(h.lane_ranges) AS ranges
+            FROM {schema}.ready_lane_holes AS h
+            WHERE h.holders IS NOT NULL
+              AND NOT EXISTS (
+                  SELECT FROM {schema}.ready_lane_holes AS o
+                  WHERE o.ready_slot = h.ready_slot AND o.hole_id = h.hole_id AND o.holders IS NULL)
+            GROUP BY h.lane_id
+        ), unspent AS MATERIALIZED (
+            -- Where a lane may hold a row that nobody took: above the cursor, and below it in holes set aside.
+            SELECT l.lane_id, l.spent, int8multirange(int8range(l.spent + 1, greatest(l.spent, l.allocated) + 1)) + coalesce(h.ranges, '{}') AS ranges
             FROM (
-                SELECT l.queue, 'completed'::{schema}.job_state AS state, c.job_count::bigint AS job_count
-                FROM {schema}.receipt_completion_batches AS c JOIN {schema}.queue_lanes AS l ON l.lane_id = c.lane_id
-                UNION ALL
-                SELECT l.queue, d.state, 1 FROM {schema}.done_entries AS d JOIN {schema}.queue_lanes AS l ON l.lane_id = d.lane_id
-                UNION ALL
-                SELECT r.queue, r.state, r.job_count FROM {schema}.queue_terminal_rollup_deltas AS r
-            ) AS t
-            GROUP BY t.queue
+                SELECT n.lane_id, coalesce(s.spent, 0) AS spent, pg_sequence_last_value(n.seq) AS allocated
+                FROM {schema}.queue_lanes AS n
+                LEFT JOIN unnest(v_lane_ids, v_spents) AS s (lane_id, spent) ON s.lane_id = n.lane_id
+            ) AS l
+            LEFT JOIN open_holes AS h ON h.lane_id = l.lane_id
+            WHERE l.spent < l.allocated OR h.ranges IS NOT NULL
+        ), known AS MATERIALIZED (
+            SELECT u.lane_id, u.spent, u.ranges, c.job_count,
+                   coalesce(c.ranges, '{}') AS counted,
+                   coalesce((
+                       SELECT range_agg(t.lane_ranges)
+                       FROM (
+                           SELECT b.lane_ranges FROM {schema}.ready_claim_attempt_batches AS b
+                           WHERE b.lane_id = u.lane_id AND b.lane_hi >= lower(u.ranges) AND b.lane_ranges && u.ranges
+                       ) AS t
+                   ), '{}') AS taken
+            FROM unspent AS u
+            LEFT JOIN LATERAL (
+                SELECT sum(s.job_count) AS job_count, range_agg(int8range(s.lane_lo + 1, s.lane_hi + 1)) AS ranges
+                FROM {schema}.queue_backlog_segments AS s
+                WHERE s.lane_id = u.lane_id AND s.lane_lo >= u.spent
+            ) AS c ON true
+        ), lanes AS MATERIALIZED (
+            SELECT k.lane_id, k.ranges - k.taken AS free, k.ranges - k.taken - k.counted AS uncounted,
+                   int8multirange(int8range(k.spent + 1, NULL)) AS above,
+                   coalesce(k.job_count, 0) - {schema}.width_of(k.taken * k.counted) AS counted
+            FROM known AS k
+        ), scans AS MATERIALIZED (
+            SELECT n.*, {schema}.width_of(n.uncounted * n.above) <= p_scan AS is_exact FROM lanes AS n
+        ), available AS MATERIALIZED (
+            SELECT n.lane_id, n.is_exact, f.run_at,
+                   n.counted + c.rows + CASE WHEN n.is_exact THEN 0 ELSE {schema}.width_of(n.uncounted * n.above) END AS job_count
+            FROM scans AS n
+            CROSS JOIN LATERAL (
+                SELECT coalesce(sum(r.rows), 0) AS rows
+                FROM unnest(CASE WHEN n.is_exact THEN n.uncounted ELSE n.uncounted - n.above END) AS g (gap)
+                CROSS JOIN LATERAL (
+                    SELECT count(*) AS rows
+                    FROM {schema}.ready_entries AS e
+                    WHERE e.lane_id = n.lane_id AND e.lane_seq >= lower(g.gap) AND e.lane_seq < upper(g.gap)
+                ) AS r
+            ) AS c
+            LEFT JOIN LATERAL (
+                -- Gaps come in ascending order; the first that holds a row ends the search.
+                SELECT r.run_at
+                FROM unnest(n.free) AS g (gap)
+                CROSS JOIN LATERAL (
+                    SELECT e.run_at
+                    FROM {schema}.ready_entries AS e
+                    WHERE e.lane_id = n.lane_id AND e.lane_seq >= lower(g.gap) AND e.lane_seq < upper(g.gap)
+                    ORDER BY e.lane_seq
+                    LIMIT 1
+                ) AS r
+                LIMIT 1
+            ) AS f ON true
+        ), by_lane (lane_id, state, job_count) AS (
+            SELECT c.lane_id, 'completed', sum(c.job_count) FROM {schema}.receipt_completion_batches AS c GROUP BY c.lane_id
+            UNION ALL
+            SELECT b.lane_id, 'running', sum(cardinality(b.job_ids)) FROM {schema}.lease_claim_batches AS b GROUP BY b.lane_id
+            UNION ALL
+            SELECT b.lane_id, 'running', -sum(c.job_count)
+            FROM {schema}.lease_claim_closure_batches AS c
+            JOIN {schema}.lease_claim_batches AS b ON b.claim_slot = c.claim_slot AND b.batch_id = c.batch_id
+            GROUP BY b.lane_id
+        ), facts (queue, state, job_count, is_exact, oldest_run_at) AS (
+            SELECT l.queue, 'available', coalesce(a.job_count, 0), coalesce(a.is_exact, true), a.run_at
+            FROM {schema}.queue_lanes AS l LEFT JOIN available AS a ON a.lane_id = l.lane_id
+            UNION ALL
+            SELECT l.queue, t.state, t.job_count, true, NULL FROM by_lane AS t JOIN {schema}.queue_lanes AS l ON l.lane_id = t.lane_id
+            UNION ALL
+            SELECT d.queue, d.state::text, count(*), true, NULL FROM {schema}.deferred_jobs AS d GROUP BY d.queue, d.state
+            UNION ALL
+            SELECT d.queue, d.state::text, count(*), true, NULL FROM {schema}.done_entries AS d GROUP BY d.queue, d.state
+            UNION ALL
+            SELECT h.queue, h.state::text, -count(*), true, NULL FROM {schema}.terminal_tombstones AS h GROUP BY h.queue, h.state
+            UNION ALL
+            SELECT l.queue, l.state::text, count(*), true, NULL FROM {schema}.leases AS l GROUP BY l.queue, l.state
+            UNION ALL
+            SELECT q.queue, CASE q.held WHEN 'dlq' THEN 'dlq' ELSE 'failed' END, count(*), true, NULL
+            FROM {schema}.dlq_entries AS q GROUP BY q.queue, q.held
+            UNION ALL
+            SELECT r.queue, r.state::text, sum(r.job_count), true, NULL
+            FROM {schema}.queue_terminal_rollup_deltas AS r GROUP BY r.queue, r.state
         )
-        SELECT q.queue, coalesce(r.available, 0), coalesce(r.is_exact, true), coalesce(d.scheduled, 0), coalesce(d.retryable, 0),
-               coalesce(n.running, 0), coalesce(e.completed, 0)::bigint, coalesce(e.failed, 0)::bigint,
-               coalesce(e.cancelled, 0)::bigint, extract(epoch FROM clock_timestamp() - r.oldest)::double precision
-        FROM (SELECT l.queue FROM {schema}.queue_lanes AS l UNION SELECT d.queue FROM {schema}.deferred_jobs AS d) AS q
-        LEFT JOIN ready AS r ON r.queue = q.queue
-        LEFT JOIN deferred AS d ON d.queue = q.queue
-        LEFT JOIN running AS n ON n.queue = q.queue
-        LEFT JOIN ended AS e ON e.queue = q.queue
-        ORDER BY q.queue;
+        SELECT f.queue, f.state, sum(f.job_count)::bigint, bool_and(f.is_exact),
+               extract(epoch FROM clock_timestamp() - min(f.oldest_run_at))::double precision
+        FROM facts AS f
+        GROUP BY f.queue, f.state
+        ORDER BY f.queue, f.state;
 END
 $function$;
 
--- What is in each slot of a ring. Rows of a large slot are estimated from its size; counting them would be a scan.
-CREATE FUNCTION {schema}.slot_contents(
-    p_ring text, p_slot smallint, OUT row_count bigint, OUT is_exact boolean, OUT open_count bigint, OUT bytes bigint, OUT dead bigint
-)
-LANGUAGE plpgsql AS $function$
-DECLARE
-    c_scan constant bigint := 8 * 1024 * 1024;
-    v_main regclass := format('%I.%I', {schema_literal},
-        CASE p_ring WHEN 'queue' THEN 'ready_entries_' ELSE 'lease_claim_batches_' END || p_slot)::regclass;
-    v_emitted bigint;
-    v_sample bigint;
+-- How many numbers the ranges hold.
+CREATE FUNCTION {schema}.width_of(p_ranges int8multirange) RETURNS bigint
+LANGUAGE plpgsql IMMUTABLE AS $function$
 BEGIN
-    SELECT sum(pg_total_relation_size(c.oid)), sum(pg_stat_get_dead_tuples(c.oid)) INTO bytes, dead
-    FROM pg_inherits AS i
-    JOIN pg_class AS c ON c.oid = i.inhrelid
-    JOIN pg_class AS p ON p.oid = i.inhparent
-    WHERE p.relnamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = {schema_literal})
-      AND c.relname = p.relname || '_' || p_slot
-      AND p.relname = ANY (CASE p_ring
-          WHEN 'queue' THEN ARRAY['ready_entries', 'ready_claim_attempt_batches', 'ready_lane_holes',
-                                  'receipt_completion_batches', 'done_entries']
-          ELSE ARRAY['lease_claim_batches', 'lease_claim_closure_batches'] END);
-
-    IF p_ring = 'claim' THEN
-        EXECUTE format('SELECT coalesce(sum(cardinality(b.job_ids)), 0) FROM %s AS b', v_main) INTO row_count;
-        SELECT coalesce(sum(o.open_count), 0) INTO open_count FROM {schema}.open_claims(p_slot) AS o;
-        is_exact := true;
-        RETURN;
-    END IF;
-
-    is_exact := pg_relation_size(v_main) <= c_scan;
-    IF is_exact THEN
-        EXECUTE format('SELECT count(*) FROM %s', v_main) INTO row_count;
-    ELSE
-        EXECUTE format('SELECT count(*) FROM %s AS e WHERE e.ctid < ''(64,0)''', v_main) INTO v_sample;
-        row_count := v_sample * (pg_relation_size(v_main) / 8192) / 64;
-    END IF;
-    EXECUTE format('SELECT coalesce(sum(b.job_count), 0) FROM %I.%I AS b', {schema_literal}, 'ready_claim_attempt_batches_' || p_slot)
-    INTO v_emitted;
-    -- Not claimed yet; the attempts that run are the claim ring's.
-    open_count := greatest(row_count - v_emitted, 0);
+    RETURN (SELECT coalesce(sum(upper(r) - lower(r)), 0) FROM unnest(p_ranges) AS r);
 END
 $function$;

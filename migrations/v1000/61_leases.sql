@@ -86,10 +86,11 @@ DECLARE
     v_job {schema}.job_body;
 BEGIN
     PERFORM {schema}.lock_claim_batches(ARRAY[p_receipt_id]);
-    IF EXISTS (
-        SELECT FROM {schema}.leases AS l
-        WHERE l.job_id = p_job_id AND l.run_lease = p_run_lease AND l.receipt_id = p_receipt_id)
-    THEN
+    -- Lock: the lease row, so that what is answered here is still true for the caller's next statement.
+    PERFORM FROM {schema}.leases AS l
+    WHERE l.job_id = p_job_id AND l.run_lease = p_run_lease AND l.receipt_id = p_receipt_id
+    FOR UPDATE;
+    IF FOUND THEN
         RETURN true;
     END IF;
     IF EXISTS (SELECT FROM {schema}.claim_ring_slots AS s WHERE s.slot = p_claim_slot) THEN
@@ -129,6 +130,26 @@ BEGIN
 END
 $function$;
 
+-- Takes or gives up the unique key of an attempt that changes its state. Where somebody else took the key meanwhile the
+-- attempt, the older, is ended with that reason. The caller has locked the lease row.
+CREATE FUNCTION {schema}.lease_is_superseded(p_lease {schema}.leases, p_state {schema}.job_state) RETURNS boolean
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_holder bigint;
+BEGIN
+    IF p_lease.unique_key IS NULL THEN
+        RETURN false;
+    END IF;
+    v_holder := {schema}.enter_state(p_lease.job_id, p_lease.unique_key, p_lease.unique_states, p_state);
+    IF v_holder IS NULL THEN
+        RETURN false;
+    END IF;
+    PERFORM {schema}.finish_job({schema}.take_lease(p_lease.receipt_id, p_lease.job_id, p_lease.run_lease), 'cancelled',
+        clock_timestamp(), format('superseded by job %s, which holds its unique key', v_holder), NULL, NULL);
+    RETURN true;
+END
+$function$;
+
 -- The attempt now waits for its callback. Says where it stands: waiting; resumed, when the callback came first; or over.
 CREATE FUNCTION {schema}.wait_for_callback(p_receipt_id bigint, p_job_id bigint, p_run_lease bigint, p_callback_id uuid) RETURNS text
 LANGUAGE plpgsql AS $function$
@@ -144,12 +165,12 @@ BEGIN
         RETURN 'over';
     ELSIF v_lease.callback_id = p_callback_id THEN
         IF v_lease.state = 'running' THEN
-            UPDATE {schema}.leases AS l
-            SET state = 'waiting_external'
-            WHERE l.job_id = p_job_id AND l.run_lease = p_run_lease;
-            IF v_lease.unique_key IS NOT NULL THEN
-                PERFORM {schema}.enter_state(v_lease.job_id, v_lease.unique_key, v_lease.unique_states, 'waiting_external');
+            IF {schema}.lease_is_superseded(v_lease, 'waiting_external') THEN
+                RETURN 'over';
             END IF;
+            UPDATE {schema}.leases AS l
+            SET state = 'waiting_external', deadline_at = NULL  -- a deadline does not run while somebody else does the work
+            WHERE l.job_id = p_job_id AND l.run_lease = p_run_lease;
         END IF;
         RETURN 'waiting';
     ELSIF v_lease.callback_id IS NULL AND v_lease.state = 'running' THEN
@@ -198,12 +219,15 @@ BEGIN
     run_lease := v_lease.run_lease;
 
     IF p_action = 'resume' THEN
+        IF {schema}.lease_is_superseded(v_lease, 'running') THEN
+            PERFORM {schema}.signal_attempt(v_lease.job_id, v_lease.run_lease, 'over');
+            state := 'cancelled';
+            RETURN NEXT;
+            RETURN;
+        END IF;
         UPDATE {schema}.leases AS l
         SET state = 'running', alive_at = v_now, callback_id = NULL, callback_timeout_at = NULL, callback_payload = p_payload
         WHERE l.callback_id = p_callback_id;
-        IF v_lease.unique_key IS NOT NULL THEN
-            PERFORM {schema}.enter_state(v_lease.job_id, v_lease.unique_key, v_lease.unique_states, 'running');
-        END IF;
         state := 'running';
         PERFORM {schema}.signal_attempt(v_lease.job_id, v_lease.run_lease, 'resumed');
         RETURN NEXT;
@@ -215,12 +239,40 @@ BEGIN
     IF p_payload IS NOT NULL THEN
         v_lease.metadata := coalesce(v_lease.metadata, '{}') || jsonb_build_object('_awa_callback_result', p_payload);
     END IF;
-    state := {schema}.finish_job({schema}.job_of_lease(v_lease),
-        CASE p_action WHEN 'complete' THEN 'completed' WHEN 'fail' THEN 'failed' ELSE 'retryable' END::{schema}.job_state,
-        v_now, CASE p_action WHEN 'fail' THEN coalesce(p_error, 'failed by its callback') ELSE p_error END,
-        CASE WHEN p_action = 'retry' THEN interval '0' END, NULL);
+    IF p_action = 'retry' THEN
+        -- As 0.5 does it, and as an operator's retry: now, with all its attempts.
+        state := {schema}.restart_job({schema}.job_of_lease(v_lease), p_error, v_now);
+    ELSE
+        state := {schema}.finish_job({schema}.job_of_lease(v_lease),
+            CASE p_action WHEN 'complete' THEN 'completed' ELSE 'failed' END::{schema}.job_state, v_now,
+            CASE p_action WHEN 'fail' THEN coalesce(p_error, 'failed by its callback') END, NULL, NULL);
+    END IF;
     PERFORM {schema}.signal_attempt(v_lease.job_id, v_lease.run_lease, 'over');
     RETURN NEXT;
+END
+$function$;
+
+-- Gives a job whose attempt was just taken from it all its attempts again, at once.
+CREATE FUNCTION {schema}.restart_job(p_job {schema}.job_body, p_error text, p_now timestamptz) RETURNS {schema}.job_state
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_holder bigint;
+BEGIN
+    DELETE FROM {schema}.attempt_state AS s WHERE s.job_id = p_job.job_id AND s.run_lease <= p_job.run_lease;
+    p_job.errors := {schema}.with_error(p_job.errors, p_job.attempt + 1, p_error, p_now);
+    p_job.attempt := 0;
+    p_job.run_at := p_now;
+    IF p_job.unique_key IS NOT NULL THEN
+        v_holder := {schema}.enter_state(p_job.job_id, p_job.unique_key, p_job.unique_states, 'available');
+        IF v_holder IS NOT NULL THEN
+            p_job.errors := {schema}.with_error(p_job.errors, 0,
+                format('superseded by job %s, which holds its unique key', v_holder), p_now);
+            PERFORM {schema}.store_done(p_job, 'cancelled', p_now);
+            RETURN 'cancelled';
+        END IF;
+    END IF;
+    PERFORM {schema}.store_ready(p_job);
+    RETURN 'available';
 END
 $function$;
 
@@ -242,5 +294,28 @@ LANGUAGE plpgsql AS $function$
 BEGIN
     PERFORM pg_notify('awa_wake_' || '{schema}.runtime_instances'::regclass::oid::integer,
         jsonb_build_object('job_id', p_job_id, 'run_lease', p_run_lease, 'what', p_what)::text);
+END
+$function$;
+
+-- Of the places of a call to complete that lost by their receipt: completes those whose attempt is a lease, and returns the
+-- rest. The caller holds the claim batches' locks.
+CREATE FUNCTION {schema}.complete_leases(
+    p_places integer[], p_receipt_ids bigint[], p_job_ids bigint[], p_run_leases bigint[], p_now timestamptz
+) RETURNS integer[]
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_place integer;
+    v_job {schema}.job_body;
+    v_lost integer[] := '{}';
+BEGIN
+    FOREACH v_place IN ARRAY ARRAY(SELECT p FROM unnest(p_places) AS p ORDER BY p_job_ids[p]) LOOP
+        v_job := {schema}.take_lease(p_receipt_ids[v_place], p_job_ids[v_place], p_run_leases[v_place]);
+        IF v_job.job_id IS NULL THEN
+            v_lost := v_lost || v_place;
+        ELSE
+            PERFORM {schema}.finish_job(v_job, 'completed', p_now, NULL, NULL, NULL);
+        END IF;
+    END LOOP;
+    RETURN v_lost;
 END
 $function$;

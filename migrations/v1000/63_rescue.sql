@@ -152,7 +152,8 @@ DECLARE
     v_after bigint;
     v_rescued integer := 0;
 BEGIN
-    FOR v_slot IN SELECT s.slot, s.opened_at FROM {schema}.ring_slots('claim') AS s WHERE s.state <> 'pruned' LOOP
+    -- Every slot: a rotator that died may have promised one that counts as pruned, and claims are in it.
+    FOR v_slot IN SELECT s.slot, s.opened_at FROM {schema}.ring_slots('claim') AS s LOOP
         -- Whatever is in a slot is younger than its opening.
         CONTINUE WHEN p_sweep = 'stale' AND v_slot.opened_at > p_cutoff;
         v_cursor := {schema}.rescue_cursor(v_slot.slot, p_sweep);

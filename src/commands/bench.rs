@@ -1,17 +1,19 @@
 //! `awactl bench`: scenarios, and what the server could do at best.
 
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::Subcommand;
+use indicatif::ProgressBar;
 use serde::Serialize;
 
 use super::exit::{CommandError, ExitCode};
-use super::output::Table;
-use super::progress::embedded_progress;
+use super::output::{Table, human_duration, thousands};
+use super::progress::{embedded_progress, phase_bar};
 use super::{Access, Context};
-use crate::engine::bench::{self, Ceiling, Scenario, Summary};
+use crate::engine::bench::{self, Ceiling, Progress, Scenario, Summary};
 use crate::engine::embedded::{Embedded, Options};
 use crate::engine::migrations::MIGRATIONS;
 use crate::engine::worker::open;
@@ -26,7 +28,7 @@ pub struct Args {
     #[command(subcommand)]
     command: Command,
 
-    /// Name of the database, for one that holds queues and was not made by a bench
+    /// Name of the database, for one that holds somebody's tables or jobs
     #[arg(long, global = true, value_name = "NAME")]
     allow_target: Option<String>,
 }
@@ -83,7 +85,9 @@ pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
             }
             let scenario = read(&file)?.scaled(time_scale);
             let bench = Bench::start(context, args.allow_target.as_deref()).await?;
-            let outcome = bench::run(&bench.target, &scenario, &|step| context.note(step)).await;
+            let phases = Phases::new(context);
+            let outcome = bench::run(&bench.target, &scenario, &|progress| phases.show(progress)).await;
+            phases.end();
             bench.end().await?;
             let summary = outcome?;
             if let Some(dir) = out {
@@ -124,8 +128,10 @@ impl Bench {
             (Target::parse(&server.url(), Schema::default(), "bench", &|_| None)?, Some(server))
         };
         let mut session = open(&target).await?;
+        // Before anything is installed: a refused database is left as it was.
+        let allowed = bench::allow(&session, &target, allowed == Some(target.dbname())).await?;
         migrate::run(&mut session, &target.schema, MIGRATIONS, &|_| {}).await?;
-        bench::allow(&session, &target, allowed == Some(target.dbname())).await?;
+        allowed.mark(&session, &target).await?;
         Ok(Self { target, server })
     }
 
@@ -133,6 +139,45 @@ impl Bench {
         match self.server {
             Some(server) => Ok(server.stop().await?),
             None => Ok(()),
+        }
+    }
+}
+
+/// A bar a phase on a terminal, a line a phase elsewhere.
+struct Phases<'a> {
+    context: &'a Context,
+    bar: Mutex<Option<ProgressBar>>,
+}
+
+impl<'a> Phases<'a> {
+    fn new(context: &'a Context) -> Self {
+        Self { context, bar: Mutex::new(None) }
+    }
+
+    fn show(&self, progress: Progress) {
+        let mut bar = self.bar.lock().unwrap_or_else(PoisonError::into_inner);
+        match progress {
+            Progress::Phase { name, .. } if !self.context.shows_progress() => self.context.note(&name),
+            Progress::Phase { name, steps } => {
+                let next = phase_bar(&name, steps);
+                if let Some(last) = bar.replace(next) {
+                    last.finish();
+                }
+            }
+            Progress::Tick { step, jobs_per_s, depth, pickup_p99 } => {
+                if let Some(bar) = bar.as_ref() {
+                    let p99 = pickup_p99.map(|p| format!(", p99 {}", human_duration(p))).unwrap_or_default();
+                    let (rate, depth) = (thousands(jobs_per_s as i64), thousands(depth as i64));
+                    bar.set_position(step);
+                    bar.set_message(format!("{rate} jobs/s, depth {depth}{p99}"));
+                }
+            }
+        }
+    }
+
+    fn end(&self) {
+        if let Some(bar) = self.bar.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            bar.finish();
         }
     }
 }
@@ -156,7 +201,7 @@ fn summary_table(summary: &Summary) -> Table {
 }
 
 fn number(value: f64) -> String {
-    if value.abs() >= 1000.0 { super::output::thousands(value as i64) } else { format!("{value:.2}") }
+    if value.abs() >= 1000.0 { thousands(value as i64) } else { format!("{value:.2}") }
 }
 
 #[derive(Serialize)]

@@ -22,6 +22,7 @@ use crate::engine::embedded::{Embedded, Options};
 use crate::engine::enqueue_stream::{StreamOptions, enqueue_stream};
 use crate::engine::inspect_rings::{RingsReport, rings};
 use crate::engine::migrations::MIGRATIONS;
+use crate::engine::ring::Ring;
 use crate::engine::worker::{Config, Fleet, FleetOptions, QueueOptions, StatsNow, open};
 use crate::engine::{Schema, Session, Target, migrate};
 
@@ -105,7 +106,7 @@ async fn on_server(server: &Embedded, args: &Args, context: &Context) -> anyhow:
         work_s: work.as_secs_f64(),
         wal_bytes_per_job: wal / f64::from(args.jobs),
         stats,
-        rings: rings(&session, &target.schema).await?,
+        rings: rings(&session, &target.schema, &Ring::ALL).await?,
         dead_tuples: dead_tuples(&session, &target.schema, false).await?,
     })
 }

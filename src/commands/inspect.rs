@@ -8,12 +8,14 @@ use clap::Subcommand;
 use serde::Serialize;
 
 use super::exit::ExitCode;
-use super::output::{Format, Table, human_bytes, human_duration, thousands};
+use super::maintenance::RingArg;
+use super::output::{Format, Reader, Table, human_bytes, human_duration, thousands};
 use super::signals::Signals;
 use super::{Access, Context};
 use crate::engine::counts::{QueueCounts, queue_counts};
 use crate::engine::dead_tuples::{DeadTuplesReport, dead_tuples};
 use crate::engine::duration;
+use crate::engine::inspect_claims::{ClaimsReport, JobPlace, job_place, open_claims};
 use crate::engine::inspect_rings::{RingReport, RingsReport, SlotReport, rings};
 use crate::engine::ring::SlotState;
 
@@ -35,6 +37,9 @@ enum Command {
         /// Also the slots that hold nothing
         #[arg(long)]
         all: bool,
+        /// Only this one
+        #[arg(long)]
+        ring: Option<RingArg>,
     },
     /// Dead tuples by table family
     DeadTuples {
@@ -47,6 +52,13 @@ enum Command {
     },
     /// Jobs per queue and state
     Queues,
+    /// Attempts that are open: who holds them, since when, and in which slot
+    Claims {
+        #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(i64).range(1..=100_000))]
+        limit: i64,
+    },
+    /// Where one job is
+    Job { id: i64 },
 }
 
 pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
@@ -56,13 +68,25 @@ pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
     let (session, resolved) = context.connect_installed(Access::Read).await?;
     let schema = &resolved.target.schema;
     match args.command {
-        Command::Rings { all } => {
-            let look = async || Ok(rings(&session, schema).await?);
+        Command::Rings { all, ring } => {
+            let which = RingArg::rings(ring);
+            let look = async || Ok(rings(&session, schema, &which).await?);
             shown(context, watch, look, |report| rings_table(report, all)).await
         }
         Command::DeadTuples { exact, all } => {
             let look = async || Ok(dead_tuples(&session, schema, exact).await?);
             shown(context, watch, look, |report| dead_tuples_table(report, all)).await
+        }
+        Command::Claims { limit } => {
+            let look = async || Ok(open_claims(&session, schema, limit).await?);
+            shown(context, watch, look, claims_table).await
+        }
+        Command::Job { id } => {
+            let look = async || {
+                let place = job_place(&session, schema, id).await?;
+                place.ok_or_else(|| anyhow::anyhow!("there is no job {id}, or nothing is known of it any more"))
+            };
+            shown(context, watch, look, place_table).await
         }
         Command::Queues => {
             let look = async || Ok(queue_counts(&session, schema).await?);
@@ -85,7 +109,7 @@ async fn shown<T: Serialize, F: Future<Output = anyhow::Result<T>>>(
     let mut signals = Signals::listen()?;
     loop {
         let data = look().await?;
-        match context.output.format() {
+        let reader = match context.output.format() {
             Format::Json => context.output.raw(format!("{}\n", serde_json::to_string(&data)?).as_bytes())?,
             Format::Yaml => context.output.raw(format!("---\n{}", serde_yaml::to_string(&data)?).as_bytes())?,
             Format::Table => {
@@ -93,8 +117,11 @@ async fn shown<T: Serialize, F: Future<Output = anyhow::Result<T>>>(
                     // Home, and clear what is below.
                     context.output.raw(b"\x1b[H\x1b[2J")?;
                 }
-                context.output.print(&data, &table)?;
+                context.output.print(&data, &table)?
             }
+        };
+        if reader == Reader::Left {
+            return Ok(ExitCode::Done);
         }
         tokio::select! {
             () = tokio::time::sleep(interval) => {}
@@ -143,7 +170,12 @@ fn why(ring: &RingReport, slot: &SlotReport) -> String {
     match slot.state {
         SlotState::Open => {
             let age = (chrono::Utc::now() - ring.rotated_at).to_std().unwrap_or_default();
-            format!("written to for {}", human_duration(age))
+            let next = match (&ring.rotation.opens, &ring.rotation.skipped) {
+                (_, Some(reason)) => format!("would not be rotated: {reason}"),
+                (Some(slot), None) => format!("a rotation opens slot {slot}"),
+                (None, None) => String::new(),
+            };
+            format!("written to for {}; {next}", human_duration(age))
         }
         SlotState::Pruned => "free".into(),
         SlotState::Sealed if slot.blockers.is_empty() => "kept to be read; can be pruned".into(),
@@ -181,19 +213,59 @@ pub fn dead_tuples_table(report: &DeadTuplesReport, all: bool) -> Table {
     table
 }
 
-fn queues_table(report: &QueueCounts) -> Table {
-    let mut table = Table::new(&[
-        "queue",
-        "available",
-        "scheduled",
-        "retryable",
-        "running",
-        "completed",
-        "failed",
-        "cancelled",
-        "oldest ready",
+fn claims_table(report: &ClaimsReport) -> Table {
+    let mut batches = Table::new(&["slot", "batch", "queue", "open", "first job", "age", "claimed by"])
+        .numbers(&[0, 1, 3, 4])
+        .when_empty("no claim is open");
+    for c in &report.claims {
+        batches.row([
+            c.claim_slot.to_string(),
+            c.batch_id.to_string(),
+            c.queue.clone(),
+            thousands(c.open),
+            c.first_open_job.to_string(),
+            human_duration(Duration::from_secs_f64(c.age_s.max(0.0))),
+            c.claimed_by.clone().unwrap_or_default(),
+        ]);
+    }
+    let mut leases = Table::new(&["slot", "job", "queue", "state", "age", "waits until", "claimed by"])
+        .numbers(&[0, 1])
+        .when_empty("no attempt has a lease");
+    for l in &report.leases {
+        leases.row([
+            l.lease_slot.to_string(),
+            l.job_id.to_string(),
+            l.queue.clone(),
+            l.state.clone(),
+            human_duration(Duration::from_secs_f64(l.age_s.max(0.0))),
+            l.callback_timeout_at.map_or_else(String::new, |t| t.to_rfc3339()),
+            l.claimed_by.clone().unwrap_or_default(),
+        ]);
+    }
+    batches.then(leases)
+}
+
+fn place_table(place: &JobPlace) -> Table {
+    let number = |n: Option<i64>| n.map_or_else(|| "-".to_owned(), |n| n.to_string());
+    Table::facts([
+        ("job", place.job_id.to_string()),
+        ("place", place.place.clone()),
+        ("state", place.state.clone()),
+        ("deleted or retried since", if place.hidden { "yes" } else { "no" }.to_owned()),
+        ("queue slot", number(place.ready_slot.map(i64::from))),
+        ("lane", number(place.lane_id.map(i64::from))),
+        ("lane_seq", number(place.lane_seq)),
+        ("run lease", number(place.run_lease)),
+        ("claim slot", number(place.claim_slot.map(i64::from))),
+        ("receipt", number(place.receipt_id)),
     ])
-    .numbers(&[1, 2, 3, 4, 5, 6, 7])
+}
+
+pub(super) fn queues_table(report: &QueueCounts) -> Table {
+    let mut table = Table::new(&[
+        "queue", "avail", "sched", "retry", "run", "wait", "done", "failed", "dlq", "cancel", "oldest", "",
+    ])
+    .numbers(&[1, 2, 3, 4, 5, 6, 7, 8, 9])
     .when_empty("no queue ever had a job");
     for q in &report.queues {
         table.row([
@@ -202,10 +274,13 @@ fn queues_table(report: &QueueCounts) -> Table {
             thousands(q.scheduled),
             thousands(q.retryable),
             thousands(q.running),
+            thousands(q.waiting),
             thousands(q.completed),
             thousands(q.failed),
+            thousands(q.dlq),
             thousands(q.cancelled),
             q.oldest_ready_age_s.map(|s| human_duration(Duration::from_secs_f64(s.max(0.0)))).unwrap_or_default(),
+            if q.paused { "paused" } else { "" }.to_owned(),
         ]);
     }
     table

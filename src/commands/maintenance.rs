@@ -5,15 +5,17 @@ use std::time::Duration;
 use clap::Subcommand;
 use serde::Serialize;
 
-use super::exit::ExitCode;
+use super::exit::{CommandError, ExitCode};
 use super::output::{Table, thousands};
 use super::signals::{Signals, exit_now};
 use super::{Access, Context};
+use crate::engine::duration;
 use crate::engine::maintenance::{self, Maintenance, MaintenanceOptions, MaintenanceReport, leader};
 use crate::engine::promote::promote;
+use crate::engine::rescue::rescue;
 use crate::engine::ring::{self, Pruned, Ring, Rotated};
 
-/// Rotate, prune and promote: as a role, or one pass
+/// Rotate, prune, promote and rescue: as a role, or one pass
 #[derive(Debug, clap::Args)]
 pub struct Args {
     #[command(subcommand)]
@@ -48,19 +50,28 @@ enum Command {
         #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(i32).range(1..=1_000_000))]
         limit: i32,
     },
+    /// End attempts of lost workers, past deadlines and unanswered callbacks
+    Rescue {
+        /// How long a worker may give no sign of life
+        #[arg(long, value_name = "DURATION", default_value = "90s")]
+        stale_after: String,
+        /// Claim batches looked at in each claim slot, and leases
+        #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(i32).range(1..=100_000))]
+        limit: i32,
+    },
     /// Who leads
     Status,
 }
 
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
-enum RingArg {
+pub enum RingArg {
     Queue,
     Claim,
     Lease,
 }
 
 impl RingArg {
-    fn rings(ring: Option<Self>) -> Vec<Ring> {
+    pub fn rings(ring: Option<Self>) -> Vec<Ring> {
         match ring {
             Some(Self::Queue) => vec![Ring::Queue],
             Some(Self::Claim) => vec![Ring::Claim],
@@ -79,6 +90,7 @@ pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
         Command::Rotate { ring, force } => rotate(context, &RingArg::rings(ring), force).await,
         Command::Prune { ring, slot } => prune(context, &RingArg::rings(ring), slot).await,
         Command::Promote { limit } => promote_once(context, limit).await,
+        Command::Rescue { stale_after, limit } => rescue_once(context, &stale_after, limit).await,
         Command::Status => status(context).await,
     }
 }
@@ -178,6 +190,22 @@ async fn promote_once(context: &Context, limit: i32) -> anyhow::Result<ExitCode>
     Ok(ExitCode::Done)
 }
 
+async fn rescue_once(context: &Context, stale_after: &str, limit: i32) -> anyhow::Result<ExitCode> {
+    let stale_after = duration::parse(stale_after)
+        .map_err(|e| CommandError::usage("--stale-after is not usable", e.to_string(), "say it like 90s or 5m"))?;
+    let (session, resolved) = context.connect_installed(Access::Change).await?;
+    let rescued = rescue(&session, &resolved.target.schema, stale_after, limit).await?;
+    session.close().await;
+    context.output.print(&rescued, |r| {
+        Table::facts([
+            ("stale", thousands(r.stale.into())),
+            ("past their deadline", thousands(r.deadline.into())),
+            ("callback timed out", thousands(r.callback_timeout.into())),
+        ])
+    })?;
+    Ok(ExitCode::Done)
+}
+
 async fn status(context: &Context) -> anyhow::Result<ExitCode> {
     let (session, resolved) = context.connect_installed(Access::Read).await?;
     let leader = leader(&session, &resolved.target.schema).await?;
@@ -205,6 +233,12 @@ fn report_table(report: &MaintenanceReport) -> Table {
     }
     if report.promoted > 0 {
         table.row(["promote".to_owned(), "jobs became ready".into(), n(&report.promoted)]);
+    }
+    if report.cron_fired > 0 {
+        table.row(["cron".to_owned(), "due jobs were enqueued".into(), n(&report.cron_fired)]);
+    }
+    if report.cron_missed > 0 {
+        table.row(["cron".to_owned(), "occurrences made no job".into(), n(&report.cron_missed)]);
     }
     if report.trimmed > 0 {
         table.row(["trim".to_owned(), "old cursor rows removed".into(), n(&report.trimmed)]);

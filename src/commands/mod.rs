@@ -10,16 +10,20 @@ pub mod completions;
 pub mod confirm;
 pub mod context;
 pub mod contexts;
+pub mod cron;
 pub mod demo;
+pub mod dlq;
 pub mod enqueue;
 pub mod exit;
 pub mod inspect;
+pub mod job;
 pub mod logging;
 pub mod maintenance;
 pub mod man;
 pub mod migrate;
 pub mod output;
 pub mod progress;
+pub mod queue;
 pub mod report;
 pub mod run_workers;
 pub mod signals;
@@ -49,6 +53,10 @@ pub enum Command {
     RunWorkers(run_workers::Args),
     Maintenance(maintenance::Args),
     Enqueue(enqueue::Args),
+    Job(job::Args),
+    Queue(queue::Args),
+    Dlq(dlq::Args),
+    Cron(cron::Args),
     Inspect(inspect::Args),
     Bench(bench::Args),
     Completions(completions::Args),
@@ -62,6 +70,10 @@ async fn run(command: Command, context: &Context) -> anyhow::Result<ExitCode> {
         Command::RunWorkers(args) => run_workers::run(args, context).await,
         Command::Maintenance(args) => maintenance::run(args, context).await,
         Command::Enqueue(args) => enqueue::run(args, context).await,
+        Command::Job(args) => job::run(args, context).await,
+        Command::Queue(args) => queue::run(args, context).await,
+        Command::Dlq(args) => dlq::run(args, context).await,
+        Command::Cron(args) => cron::run(args, context).await,
         Command::Inspect(args) => inspect::run(args, context).await,
         Command::Bench(args) => bench::run(args, context).await,
         Command::Completions(args) => completions::run(&args, context),

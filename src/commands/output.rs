@@ -79,7 +79,7 @@ impl Output {
     }
 
     /// Prints `data`; `table` is only asked when people read it.
-    pub fn print<T: Serialize>(&self, data: &T, table: impl FnOnce(&T) -> Table) -> anyhow::Result<()> {
+    pub fn print<T: Serialize>(&self, data: &T, table: impl FnOnce(&T) -> Table) -> anyhow::Result<Reader> {
         let mut text = match self.format {
             Format::Table => table(data).render(self.color),
             Format::Json => serde_json::to_string_pretty(data)?,
@@ -91,14 +91,23 @@ impl Output {
         self.raw(text.as_bytes())
     }
 
-    /// Prints bytes as they are (a script, a page). A reader that left early is no failure.
-    pub fn raw(&self, bytes: &[u8]) -> anyhow::Result<()> {
+    /// Prints bytes as they are (a script, a page). A reader that left early is no failure, but whoever prints again and
+    /// again should stop then.
+    pub fn raw(&self, bytes: &[u8]) -> anyhow::Result<Reader> {
         let mut stdout = io::stdout().lock();
         match stdout.write_all(bytes).and_then(|()| stdout.flush()) {
-            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
-            _ => Ok(()),
+            Ok(()) => Ok(Reader::Reads),
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(Reader::Left),
+            Err(error) => Err(error.into()),
         }
     }
+}
+
+/// Whether anybody still reads standard output (`| head` does not for long).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reader {
+    Reads,
+    Left,
 }
 
 /// A table of texts; columns named in `numbers` are aligned right.

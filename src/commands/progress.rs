@@ -22,6 +22,18 @@ pub fn bar(shown: bool, label: &str, total: u64) -> ProgressBar {
     bar
 }
 
+/// A bar of one phase of a longer run, with a message for what is measured meanwhile.
+pub fn phase_bar(name: &str, steps: u64) -> ProgressBar {
+    let bar = ProgressBar::new(steps);
+    if let Ok(style) = ProgressStyle::with_template("{prefix:>24} {bar:20} {percent:>3}% {elapsed:>4} {msg}") {
+        bar.set_style(style);
+    }
+    bar.set_prefix(name.to_owned());
+    // Also where nothing ticks, as while the ceiling is measured.
+    bar.enable_steady_tick(Duration::from_millis(250));
+    bar
+}
+
 /// What the start of a private server is busy with: a spinner on a terminal, a line for each step elsewhere.
 pub fn embedded_progress(on_terminal: bool) -> ProgressFn {
     if !on_terminal {

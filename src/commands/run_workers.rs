@@ -9,6 +9,7 @@ use super::exit::{CommandError, ExitCode};
 use super::output::{Table, thousands};
 use super::signals::{Signals, exit_now};
 use super::{Access, Context};
+use crate::engine::cron::{self, Put};
 use crate::engine::worker::{Config, Fleet, FleetOptions, MAX_WORKERS, QueueConfig, QueueOptions, Registry, StatsNow};
 use crate::engine::{EngineError, connect, duration, migrate};
 
@@ -72,9 +73,9 @@ fn parse_duration(text: &str) -> Result<Duration, String> {
 pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
     // From the start, so that a signal during start-up is not the default's sudden end.
     let mut signals = Signals::listen()?;
-    let (queues, registry) = setting(&args)?;
+    let (queues, registry, cron_jobs) = setting(&args)?;
     let resolved = context.target(Access::Change).await?;
-    if !wait_for_schema(context, &mut signals).await? {
+    if !prepare(context, &mut signals, &cron_jobs).await? {
         return Ok(ExitCode::Done);
     }
 
@@ -103,9 +104,11 @@ pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::Done)
 }
 
-/// The config's queues, changed by the flags, and the handlers.
-fn setting(args: &Args) -> anyhow::Result<(Vec<QueueOptions>, Registry)> {
-    let (mut queues, registry): (BTreeMap<String, QueueConfig>, Registry) = match &args.config {
+type CronJobs = BTreeMap<String, cron::Definition>;
+
+/// The config's queues, changed by the flags, the handlers, and the cron jobs.
+fn setting(args: &Args) -> anyhow::Result<(Vec<QueueOptions>, Registry, CronJobs)> {
+    let (mut queues, registry, cron_jobs): (BTreeMap<String, QueueConfig>, Registry, CronJobs) = match &args.config {
         Some(path) => {
             let config = Config::load(path).map_err(|e| {
                 CommandError::usage(
@@ -115,9 +118,10 @@ fn setting(args: &Args) -> anyhow::Result<(Vec<QueueOptions>, Registry)> {
                 )
             })?;
             let registry = config.registry()?;
-            (config.queues.into_iter().map(|(name, queue)| (name.to_string(), queue)).collect(), registry)
+            let queues = config.queues.into_iter().map(|(name, queue)| (name.to_string(), queue)).collect();
+            (queues, registry, config.cron)
         }
-        None => (BTreeMap::new(), Registry::new()),
+        None => (BTreeMap::new(), Registry::new(), CronJobs::new()),
     };
     for arg in &args.queues {
         let queue = queues.entry(arg.name.clone()).or_default();
@@ -142,17 +146,25 @@ fn setting(args: &Args) -> anyhow::Result<(Vec<QueueOptions>, Registry)> {
         .into());
     }
     let queues = queues.into_iter().map(|(name, queue)| QueueOptions::of(name, &queue)).collect();
-    Ok((queues, registry))
+    Ok((queues, registry, cron_jobs))
 }
 
-/// Waits for a database that is down; says no when a signal came first.
-async fn wait_for_schema(context: &Context, signals: &mut Signals) -> anyhow::Result<bool> {
+/// Checks the schema and puts the cron jobs in place. Waits for a database that is down; says no when a signal came first.
+async fn prepare(context: &Context, signals: &mut Signals, cron_jobs: &CronJobs) -> anyhow::Result<bool> {
     let target = &context.target(Access::Change).await?.target;
     let mut told = false;
     loop {
         let checked = async {
             let session = connect(target).await?;
-            migrate::require_current(&session, &target.schema).await
+            migrate::require_current(&session, &target.schema).await?;
+            for (name, job) in cron_jobs {
+                match cron::put(&session, &target.schema, name, job, true).await? {
+                    Put::Added => context.note(&format!("cron job {name}: added")),
+                    Put::Changed => context.note(&format!("cron job {name}: changed to what the config says")),
+                    Put::Unchanged | Put::Exists => {}
+                }
+            }
+            Ok(())
         };
         match checked.await {
             Ok(()) => return Ok(true),

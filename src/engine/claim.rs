@@ -47,12 +47,22 @@ pub struct Claims {
 }
 
 /// How to claim.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy)]
 pub struct ClaimOptions {
     /// How long each attempt may take, by the database's clock.
     pub deadline: Option<Duration>,
     /// Also look for jobs of producers that committed late; once per poll interval and on wake-up.
     pub probe: bool,
+    /// A lane rises one priority each time its head has waited so long; `None` keeps priorities strict.
+    pub aging: Option<Duration>,
+    /// False makes every attempt a lease from the beginning, as before ADR-023 (`lease_claim_receipts`).
+    pub receipts: bool,
+}
+
+impl Default for ClaimOptions {
+    fn default() -> Self {
+        Self { deadline: None, probe: false, aging: None, receipts: true }
+    }
 }
 
 /// The prepared call, bound to one session.
@@ -67,7 +77,7 @@ impl Claim {
         let sql = schema.render(
             "SELECT batch_id, claim_slot, priority, claimed_at, deadline_at, job_ids, run_leases, attempts, max_attempts,
                     run_ats, created_ats, kinds, args, extras
-             FROM {schema}.claim($1, $2, make_interval(secs => $3), $4, $5)",
+             FROM {schema}.claim($1, $2, make_interval(secs => $3), $4, $5, make_interval(secs => $6), $7)",
         );
         Ok(Self { statement: client.prepare(&sql).await? })
     }
@@ -84,7 +94,13 @@ impl Claim {
     ) -> Result<Claims> {
         let deadline = options.deadline.map(|d| d.as_secs_f64());
         let limit = limit.min(MAX_CLAIM) as i32;
-        let rows = client.query(&self.statement, &[&&**queue, &limit, &deadline, &claimed_by, &options.probe]).await?;
+        let aging = options.aging.map(|d| d.as_secs_f64());
+        let rows = client
+            .query(
+                &self.statement,
+                &[&&**queue, &limit, &deadline, &claimed_by, &options.probe, &aging, &options.receipts],
+            )
+            .await?;
         let mut claims = Claims::default();
         for row in &rows {
             if row.try_get::<_, Option<i64>>(0)?.is_none() {

@@ -52,7 +52,8 @@ impl DeadTuplesReport {
 /// Every table of the schema. `exact` reads each one whole, and needs the extension pgstattuple.
 pub async fn dead_tuples(client: &Client, schema: &Schema, exact: bool) -> Result<DeadTuplesReport> {
     let counted = if exact {
-        let sql = "SELECT n.nspname FROM pg_extension AS e JOIN pg_namespace AS n ON n.oid = e.extnamespace
+        let sql =
+            "SELECT quote_ident(n.nspname) FROM pg_extension AS e JOIN pg_namespace AS n ON n.oid = e.extnamespace
                    WHERE e.extname = 'pgstattuple'";
         let Some(row) = client.query_opt(sql, &[]).await? else {
             return Err(Refusal::new(
@@ -62,7 +63,7 @@ pub async fn dead_tuples(client: &Client, schema: &Schema, exact: bool) -> Resul
             )
             .into());
         };
-        let home = Schema::new(row.try_get::<_, String>(0)?)?.quoted();
+        let home: String = row.try_get(0)?;
         format!("(SELECT s.dead_tuple_count FROM {home}.pgstattuple(c.oid::regclass) AS s)")
     } else {
         // This session's own numbers are in by the next look; other sessions report within a second.

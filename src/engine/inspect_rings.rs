@@ -1,4 +1,5 @@
-//! The rings with everything that keeps a slot from being pruned, by name.
+//! The rings with everything that keeps a slot from being pruned, by name. Never reads the jobs of a big slot.
+//! Guarded by `tests/engine_counts.rs`.
 
 use chrono::{DateTime, Utc};
 use serde::Serialize;
@@ -21,7 +22,17 @@ pub struct RingReport {
     pub current_slot: i16,
     pub generation: i64,
     pub rotated_at: DateTime<Utc>,
+    /// What the next rotation would do.
+    pub rotation: RotationOutlook,
     pub slots: Vec<SlotReport>,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct RotationOutlook {
+    /// The slot it opens; none when it is skipped.
+    pub opens: Option<i16>,
+    /// Why it is skipped: idle, no pruned slot, or another rotator.
+    pub skipped: Option<String>,
 }
 
 #[derive(Debug, Clone, Serialize)]
@@ -47,11 +58,11 @@ pub struct Blocker {
     pub detail: String,
 }
 
-/// All rings.
-pub async fn rings(client: &Client, schema: &Schema) -> Result<RingsReport> {
+/// The rings named.
+pub async fn rings(client: &Client, schema: &Schema, which: &[Ring]) -> Result<RingsReport> {
     let mut reports = Vec::new();
-    for ring in Ring::ALL {
-        reports.push(ring_report(client, schema, ring).await?);
+    for ring in which {
+        reports.push(ring_report(client, schema, *ring).await?);
     }
     Ok(RingsReport { schema: schema.as_str().to_owned(), rings: reports })
 }
@@ -85,26 +96,15 @@ async fn ring_report(client: &Client, schema: &Schema, ring: Ring) -> Result<Rin
         });
     }
     let (current_slot, generation, rotated_at) = current;
-    Ok(RingReport { ring, slot_count: slots.len(), current_slot, generation, rotated_at, slots })
+    let outlook = schema.render("SELECT slot, reason FROM {schema}.rotation_outlook($1)");
+    let row = client.query_one(&outlook, &[&ring.name()]).await?;
+    let rotation = RotationOutlook { opens: row.try_get(0)?, skipped: row.try_get(1)? };
+    Ok(RingReport { ring, slot_count: slots.len(), current_slot, generation, rotated_at, rotation, slots })
 }
 
 /// The proof that fails, who pins the slot, and who reads its partitions.
 async fn blockers(client: &Client, schema: &Schema, ring: Ring, slot: i16) -> Result<Vec<Blocker>> {
-    let name = ring.name();
-    let sql = schema.render(&format!(
-        "SELECT b.reason, coalesce(b.detail, '') FROM {{schema}}.{name}_slot_blocker($1) AS b WHERE b.reason IS NOT NULL
-         UNION ALL
-         SELECT 'pinned', h FROM {{schema}}.lock_holders('{{schema}}.{name}_ring_slots'::regclass::oid, $1::integer, '{{}}') AS h
-         WHERE h IS NOT NULL
-         UNION ALL
-         SELECT 'reader', h
-         FROM {{schema}}.lock_holders(NULL, NULL, (
-             SELECT array_agg(i.inhrelid) FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
-             JOIN pg_class AS p ON p.oid = i.inhparent
-             WHERE c.relnamespace = (SELECT n.relnamespace FROM pg_class AS n WHERE n.oid = '{{schema}}.{name}_ring_slots'::regclass)
-               AND c.relname = p.relname || '_' || $1::text AND p.relname = ANY ($2))) AS h
-         WHERE h IS NOT NULL"
-    ));
-    let rows = client.query(&sql, &[&slot, &ring.parents()]).await?;
+    let sql = schema.render("SELECT reason, coalesce(detail, '') FROM {schema}.slot_blockers($1, $2)");
+    let rows = client.query(&sql, &[&ring.name(), &slot]).await?;
     rows.iter().map(|row| Ok(Blocker { reason: row.try_get(0)?, detail: row.try_get(1)? })).collect()
 }

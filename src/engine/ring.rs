@@ -34,22 +34,6 @@ impl Ring {
             Self::Lease => "lease",
         }
     }
-
-    /// Its partitioned tables; slot N of each is the child with `_N` behind the name.
-    pub fn parents(self) -> &'static [&'static str] {
-        match self {
-            Self::Queue => &[
-                "ready_entries",
-                "ready_claim_attempt_batches",
-                "ready_lane_holes",
-                "receipt_completion_batches",
-                "done_entries",
-                "terminal_tombstones",
-            ],
-            Self::Claim => &["lease_claim_batches", "lease_claim_closure_batches"],
-            Self::Lease => &["leases"],
-        }
-    }
 }
 
 /// What a slot is in.

@@ -44,17 +44,25 @@ impl Schema {
     ///
     /// A name with special characters is written with Unicode escapes, so that `{schema}` is
     /// also right inside `$$` bodies, format strings and quoted dynamic SQL, where a quote, a
-    /// percent sign or a dollar in the name would otherwise end or change the text around it.
+    /// percent sign or a dollar in the name would otherwise end or change the text around it. At
+    /// the start of a literal, as in `'{schema}.queue_lanes'::regclass`, it is the literal that
+    /// gets the escapes: what reads its value knows quoted identifiers, and no Unicode ones.
     pub fn render(&self, template: &str) -> String {
         let identifier = self.escaped('"');
         let literal = self.escaped('\'');
+        let within_literal = if self.is_plain() { self.quoted() } else { escapes(&self.quoted()) };
         let mut out = String::with_capacity(template.len() + 1024);
         let mut rest = template;
         // One pass: a schema that is itself called "{schema}" must not be substituted again.
         while let Some(at) = rest.find("{schema") {
             out.push_str(&rest[..at]);
             rest = &rest[at..];
-            let (placeholder, value) = if rest.starts_with("{schema}") {
+            let (placeholder, value) = if rest.starts_with("{schema}.") && out.ends_with('\'') {
+                if !self.is_plain() {
+                    out.insert_str(out.trim_end_matches('\'').len(), "U&");
+                }
+                ("{schema}", &within_literal)
+            } else if rest.starts_with("{schema}") {
                 ("{schema}", &identifier)
             } else if rest.starts_with("{schema_literal}") {
                 ("{schema_literal}", &literal)
@@ -70,22 +78,33 @@ impl Schema {
         out
     }
 
+    fn is_plain(&self) -> bool {
+        self.0.chars().all(plain)
+    }
+
     fn escaped(&self, quote: char) -> String {
-        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | ' ' | '-' | '.');
-        if self.0.chars().all(plain) {
+        if self.is_plain() {
             return format!("{quote}{}{quote}", self.0);
         }
-        let mut out = format!("U&{quote}");
-        for c in self.0.chars() {
-            if plain(c) {
-                out.push(c);
-            } else {
-                let _ = write!(out, "\\+{:06X}", u32::from(c));
-            }
-        }
-        out.push(quote);
-        out
+        format!("U&{quote}{}{quote}", escapes(&self.0))
     }
+}
+
+/// Whether a character means nothing to any text it may be put into.
+fn plain(c: char) -> bool {
+    c.is_ascii_alphanumeric() || matches!(c, '_' | ' ' | '-' | '.')
+}
+
+fn escapes(text: &str) -> String {
+    let mut out = String::with_capacity(text.len() * 8);
+    for c in text.chars() {
+        if plain(c) {
+            out.push(c);
+        } else {
+            let _ = write!(out, "\\+{:06X}", u32::from(c));
+        }
+    }
+    out
 }
 
 impl Default for Schema {
@@ -141,6 +160,10 @@ mod tests {
         let schema = Schema::new("a\"'%$$\\{schema}").unwrap();
         let text = schema.render("{schema}");
         let inner = text.strip_prefix("U&\"").unwrap().strip_suffix('"').unwrap();
+        assert!(!inner.contains(['"', '\'', '%', '$', '{']), "{inner}");
+        let text = schema.render("'{schema}.t'::regclass");
+        let inner = text.strip_prefix("U&'").unwrap().strip_suffix(".t'::regclass").unwrap();
+        assert!(inner.starts_with("\\+000022a\\+000022\\+000022"), "the name as a quoted identifier: {inner}");
         assert!(!inner.contains(['"', '\'', '%', '$', '{']), "{inner}");
         assert_eq!(schema.quoted(), "\"a\"\"'%$$\\{schema}\"");
     }

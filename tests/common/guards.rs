@@ -33,6 +33,14 @@ const GUARDS: &[(&str, &str, &str)] = &[
     ("job_predicate", "b.job_ids[(i.receipt_id & 1023) + 1] = i.job_id", "true"),
     ("lease_predicate", "coalesce(b.run_lease, b.run_leases[(i.receipt_id & 1023) + 1]) = i.run_lease", "true"),
     ("closure_predicate", "c.batch_id = i.receipt_id >> 10 AND c.receipt_ranges @> i.receipt_id)", "false)"),
+    ("run_job_predicate", "b.job_ids[r.index + 1 : r.index + r.length] = p_job_ids[r.start + 1 : r.stop]", "true"),
+    ("run_lease_predicate", "AND b.run_lease = r.run_lease", ""),
+    (
+        "run_closure_predicate",
+        "AND c.receipt_ranges && int8range(r.first_receipt, r.first_receipt + r.length))",
+        "AND false)",
+    ),
+    ("runs_disjoint", "v_disjoint AND p_first_receipts[n] > v_last", "true"),
     (
         "close_predicate",
         "AND NOT EXISTS (SELECT FROM %1$I.%3$I AS c WHERE c.batch_id = b.batch_id AND c.receipt_ranges @> $1)",
@@ -42,6 +50,11 @@ const GUARDS: &[(&str, &str, &str)] = &[
         "batch_lock",
         "PERFORM pg_advisory_xact_lock('{schema}.lease_claim_batches'::regclass::oid::integer, k.key)",
         "PERFORM k.key",
+    ),
+    (
+        "batch_lock",
+        "pg_advisory_xact_lock('{schema}.lease_claim_batches'::regclass::oid::integer, ((p_receipt_ids[1] >> 10) & 2147483647)::integer) IS NULL",
+        "NULL",
     ),
     (
         "batch_lock_order",
@@ -67,8 +80,33 @@ const GUARDS: &[(&str, &str, &str)] = &[
         "WHERE h.holders IS NOT NULL AND NOT EXISTS (SELECT FROM %1$I.%2$I AS o",
         "WHERE false AND NOT EXISTS (SELECT FROM %1$I.%2$I AS o",
     ),
-    ("lane_cursor", "WHERE pg_sequence_last_value(l.spent) < t.lane_hi", "WHERE false"),
+    ("lane_cursor", "IF v_cursor_detail IS NOT NULL THEN", "IF false THEN"),
     ("ready_rows", "IF v_rows <> v_emitted THEN", "IF false THEN"),
+    ("ready_rows", "IF NOT v_last.is_emitted THEN", "IF false THEN"),
+    ("ready_rows_counted", "IF v_rows <> v_emitted THEN", "IF false THEN"),
+    (
+        "settle_lock",
+        "CONTINUE WHEN NOT pg_try_advisory_xact_lock('{schema}.queue_backlog_segments'::regclass::oid::integer, v_lane.lane_id);",
+        "",
+    ),
+    (
+        "settle_isolation",
+        "    IF current_setting('transaction_isolation') <> 'read committed' THEN\n        RAISE EXCEPTION 'settle",
+        "    IF false THEN\n        RAISE EXCEPTION 'settle",
+    ),
+    ("count_lock", "LOCK TABLE {schema}.ready_entries IN ACCESS SHARE MODE;", ""),
+    (
+        "count_cursors",
+        "SELECT n.lane_id, coalesce(s.spent, 0) AS spent, pg_sequence_last_value(n.seq) AS allocated",
+        "SELECT n.lane_id, pg_sequence_last_value(n.spent) AS spent, pg_sequence_last_value(n.seq) AS allocated",
+    ),
+    (
+        "count_snapshot",
+        "LANGUAGE plpgsql SET jit = off AS $function$\nDECLARE\n    v_lane_ids",
+        "LANGUAGE plpgsql STABLE AS $function$\nDECLARE\n    v_lane_ids",
+    ),
+    ("count_snapshot", "LOCK TABLE {schema}.ready_entries IN ACCESS SHARE MODE;", ""),
+    ("count_late_rows", "+ coalesce(h.ranges, '{}') AS ranges", "AS ranges"),
     ("open_claims", "IF v_open > 0 THEN", "IF false THEN"),
     (
         "probe_all_slots",
@@ -87,6 +125,19 @@ const GUARDS: &[(&str, &str, &str)] = &[
         "IF false THEN",
     ),
     ("prepared_holder", "AND NOT EXISTS (SELECT FROM unnest(v_producers) AS p WHERE p LIKE '-1/%')", ""),
+    ("cron_revision", "IF v_job.revision <> p_revision THEN", "IF false THEN"),
+    ("cron_paused", "ELSIF v_job.paused THEN", "ELSIF false THEN"),
+    ("cron_clock", "ELSIF p_through > clock_timestamp() THEN", "ELSIF false THEN"),
+    ("cron_row_lock", "WHERE c.name = p_name FOR UPDATE SKIP LOCKED;", "WHERE c.name = p_name;"),
+    ("cron_no_wait", "WHERE c.name = p_name FOR UPDATE SKIP LOCKED;", "WHERE c.name = p_name FOR UPDATE;"),
+    (
+        "cron_refused",
+        "WHEN integrity_constraint_violation OR data_exception OR program_limit_exceeded THEN",
+        "WHEN division_by_zero THEN",
+    ),
+    ("cron_new_schedule", "(NEW.cron_expr, NEW.timezone) IS DISTINCT FROM (OLD.cron_expr, OLD.timezone) OR", ""),
+    ("cron_resume", "OR (OLD.paused AND NOT NEW.paused) THEN", "THEN"),
+    ("cron_0_5", "greatest(c.cursor_at, c.last_enqueued_at), clock_timestamp()", "c.cursor_at, clock_timestamp()"),
     ("key_order", "ORDER BY j.unique_key, j.ord", "ORDER BY random()"),
 ];
 

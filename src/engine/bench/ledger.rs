@@ -1,13 +1,13 @@
 //! What was sent and what ran, kept outside the engine so that it can convict it; and the workers that write it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::future::BoxFuture;
 
 use crate::engine::enqueue::NewJob;
-use crate::engine::worker::{Job, JobContext, Outcome, RawJson, Worker};
+use crate::engine::worker::{Job, JobContext, Outcome, Worker};
 
 /// One entry a job, by the number in its args.
 pub(super) struct Ledger {
@@ -19,6 +19,9 @@ pub(super) struct Ledger {
     committed: Box<[AtomicU8]>,
     runs: Box<[AtomicU8]>,
     pub ran: AtomicU64,
+    /// Jobs whose transaction is committed, and one above the highest number sent: for the progress shown only.
+    pub sent: AtomicU64,
+    pub top: AtomicUsize,
 }
 
 #[derive(Debug, Default)]
@@ -38,6 +41,8 @@ impl Ledger {
             committed: (0..capacity).map(|_| AtomicU8::new(0)).collect(),
             runs: (0..capacity).map(|_| AtomicU8::new(0)).collect(),
             ran: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+            top: AtomicUsize::new(0),
         }
     }
 
@@ -55,6 +60,11 @@ impl Ledger {
 
     pub fn ran(&self, n: usize) -> bool {
         self.runs[n].load(Ordering::Acquire) > 0
+    }
+
+    /// Microseconds from due to its start, of one that ran.
+    pub fn pickup(&self, n: usize) -> Option<u32> {
+        self.ran(n).then(|| self.pickup[n].load(Ordering::Relaxed))
     }
 
     fn run(&self, n: usize) {
@@ -102,7 +112,7 @@ pub(super) fn jobs(numbers: std::ops::Range<usize>, payload: usize) -> Vec<NewJo
         .map(|n| {
             // The number comes first in jsonb's order too: shorter keys are before longer ones, and n before p.
             let args = format!(r#"{{"n": {n}, "p": "{filler}"}}"#);
-            let mut job = NewJob::new(KIND, RawJson::from_json(&args).unwrap_or_default());
+            let mut job = NewJob::new(KIND, serde_json::from_str(&args).unwrap_or_default());
             job.queue = QUEUE.into();
             job
         })

@@ -3,9 +3,13 @@
 mod ceiling;
 mod ledger;
 mod load;
+mod progress;
 mod run;
 mod scenario;
+mod target;
 
 pub use ceiling::{Ceiling, ceiling};
-pub use run::{CheckOutcome, Summary, allow, run, wal_position};
+pub use progress::{Progress, Watcher};
+pub use run::{CheckOutcome, Summary, run, wal_position};
 pub use scenario::{Check, HeldProducers, Load, Phase, PhaseKind, Scenario, ScenarioError};
+pub use target::{Allowed, allow};

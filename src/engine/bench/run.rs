@@ -11,11 +11,12 @@ use tokio_postgres::Client;
 use super::ceiling::ceiling;
 use super::ledger::{Ledger, QUEUE, Recorder, jobs, micros};
 use super::load::{Produced, Producer};
+use super::progress::{Progress, Ticker, Watcher};
 use super::scenario::{Load, PhaseKind, Scenario};
 use crate::engine::claim::{Claim, ClaimOptions};
 use crate::engine::dead_tuples::dead_tuples;
 use crate::engine::enqueue::BulkEnqueue;
-use crate::engine::error::{EngineError, Refusal, Result};
+use crate::engine::error::{EngineError, Result};
 use crate::engine::worker::{Fleet, FleetOptions, QueueOptions, Registry, open};
 use crate::engine::{Session, Target};
 
@@ -39,54 +40,31 @@ pub struct CheckOutcome {
     pub passed: bool,
 }
 
-/// Refuses a schema that holds jobs and that no bench made; marks the one it may fill.
-pub async fn allow(client: &Client, target: &Target, named: bool) -> Result<()> {
-    let sql = target.schema.render(
-        "SELECT coalesce(obj_description((SELECT c.relnamespace FROM pg_class AS c WHERE c.oid = '{schema}.queue_lanes'::regclass),
-                         'pg_namespace'), '') = 'made by awactl bench',
-                EXISTS (SELECT FROM {schema}.queue_lanes) OR EXISTS (SELECT FROM {schema}.deferred_jobs)",
-    );
-    let row = client.query_one(&sql, &[]).await?;
-    let (ours, used): (bool, bool) = (row.try_get(0)?, row.try_get(1)?);
-    if used && !ours && !named {
-        return Err(Refusal::new(
-            "this database was not made by a bench",
-            format!("schema {} has queues, and a bench would fill them with its own jobs", target.schema.as_str()),
-            format!(
-                "leave the target out for a private server, or name the database: --allow-target {}",
-                target.dbname()
-            ),
-        )
-        .into());
-    }
-    client.batch_execute(&target.schema.render(include_str!("../../../migrations/bench/mark.sql"))).await?;
-    Ok(())
-}
-
 /// Bytes of WAL written so far.
 pub async fn wal_position(client: &Client) -> Result<f64> {
     let sql = "SELECT pg_wal_lsn_diff(pg_current_wal_lsn(), '0/0')::float8";
     Ok(client.query_one(sql, &[]).await?.try_get(0)?)
 }
 
-/// Runs it on a server whose schema is installed. `note` hears what it is at.
-pub async fn run(target: &Target, scenario: &Scenario, note: &(dyn Fn(&str) + Sync)) -> Result<Summary> {
+/// Runs it on a server whose schema is installed.
+pub async fn run(target: &Target, scenario: &Scenario, watcher: Watcher<'_>) -> Result<Summary> {
     let session = open(target).await?;
     let mut metrics = BTreeMap::new();
     if scenario.ceiling {
-        note("measuring the ceiling");
         let seconds: f64 =
             scenario.phases.iter().filter(|p| p.kind == PhaseKind::Clean).map(|p| p.duration.as_secs_f64()).sum();
-        let measured = ceiling(target, scenario.payload_bytes, Duration::from_secs_f64(seconds.min(5.0))).await?;
+        let lasts = Duration::from_secs_f64(seconds.min(5.0));
+        watcher(Progress::Phase { name: format!("ceiling for {lasts:.0?}"), steps: lasts.as_millis() as u64 });
+        let measured = ceiling(target, scenario.payload_bytes, lasts).await?;
         metrics.insert("ceiling_per_s".to_owned(), measured.jobs_per_s);
         metrics.insert("ceiling_wal_bytes_per_job".to_owned(), measured.wal_bytes_per_job);
     }
     match &scenario.load {
-        Load::DepthTarget(_) | Load::Rate(_) => timed(target, &session, scenario, note, &mut metrics).await?,
+        Load::DepthTarget(_) | Load::Rate(_) => timed(target, &session, scenario, watcher, &mut metrics).await?,
         Load::OneAtATime(times) => {
-            one_at_a_time(target, &session, scenario, *times as usize, note, &mut metrics).await?
+            one_at_a_time(target, &session, scenario, *times as usize, watcher, &mut metrics).await?
         }
-        Load::Fill(depths) => fill(target, scenario, depths, note, &mut metrics).await?,
+        Load::Fill(depths) => fill(target, scenario, depths, watcher, &mut metrics).await?,
     }
     if let (Some(ceiling), Some(rate)) = (metrics.get("ceiling_per_s"), metrics.get("completed_per_s")) {
         metrics.insert("share_of_ceiling".to_owned(), rate / ceiling);
@@ -139,18 +117,14 @@ fn fleet(target: &Target, scenario: &Scenario, ledger: &Arc<Ledger>) -> Fleet {
     let recorder = Recorder { ledger: Arc::clone(ledger), takes: Duration::from_millis(scenario.job_ms) };
     registry.insert(recorder).unwrap_or_else(|error| unreachable!("one handler: {error}"));
     let workers = usize::from(scenario.workers);
-    Fleet::start(
-        target,
-        registry,
-        FleetOptions::new(vec![QueueOptions { name: QUEUE.into(), workers, prefetch: None, deadline: None }]),
-    )
+    Fleet::start(target, registry, FleetOptions::new(vec![QueueOptions::new(QUEUE, workers)]))
 }
 
 async fn timed(
     target: &Target,
     session: &Session,
     scenario: &Scenario,
-    note: &(dyn Fn(&str) + Sync),
+    watcher: Watcher<'_>,
     metrics: &mut BTreeMap<String, f64>,
 ) -> Result<()> {
     let seconds: f64 = scenario.phases.iter().map(|p| p.duration.as_secs_f64()).sum();
@@ -162,21 +136,16 @@ async fn timed(
     let ledger = Arc::new(Ledger::new(held + 10_000 + (per_s * seconds) as usize));
     let holders = hold(target, held, scenario.payload_bytes).await?;
     let fleet = fleet(target, scenario, &ledger);
-    let producer = Producer {
-        target: target.clone(),
-        ledger: Arc::clone(&ledger),
-        payload: scenario.payload_bytes,
-        abort_fraction: scenario.abort_fraction,
-    };
-    let (stop, stopped) = tokio::sync::watch::channel(false);
-    let producer = tokio::spawn(producer.run(scenario.load.clone(), held, stopped));
+    let producer = Producer::connect(target, &ledger, scenario.payload_bytes, scenario.abort_fraction).await?;
+    let (stop, stopped) = tokio::sync::watch::channel(None);
+    let producer = tokio::spawn(producer.run(scenario.load.clone(), held, Instant::now(), stopped));
 
     let (mut clean, mut done, mut wal) = (Duration::ZERO, 0, 0.0);
     let mut window: Option<(Instant, Instant)> = None;
     for phase in &scenario.phases {
-        note(&format!("{:?} for {:.0?}", phase.kind, phase.duration));
+        let name = format!("{:?} for {:.0?}", phase.kind, phase.duration).to_lowercase();
         let (began, before, wal_before) = (Instant::now(), fleet.stats().completed, wal_position(session).await?);
-        tokio::time::sleep(phase.duration).await;
+        Ticker::start(watcher, &ledger, name, phase.duration.as_millis() as u64).pass(phase.duration).await;
         if phase.kind == PhaseKind::Clean {
             clean += began.elapsed();
             done += fleet.stats().completed - before;
@@ -184,12 +153,12 @@ async fn timed(
             window = Some((window.map_or(began, |(from, _)| from), Instant::now()));
         }
     }
-    stop.send_replace(true);
+    stop.send_replace(Some(Instant::now()));
     let produced: Produced = producer.await.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?;
     if held > 0 {
         release(holders, &ledger, metrics).await?;
     }
-    drain(&ledger, produced.sent + held as u64).await;
+    drain(&ledger, produced.sent + held as u64, watcher).await;
     let stats = fleet.shut_down().await;
     metrics.insert("completed_per_s".into(), done as f64 / clean.as_secs_f64());
     metrics.insert("wal_bytes_per_job".into(), wal / (done as f64).max(1.0));
@@ -236,8 +205,9 @@ async fn release(holders: Vec<Session>, ledger: &Ledger, metrics: &mut BTreeMap<
 }
 
 /// Until everything sent has run, or nothing runs any more.
-async fn drain(ledger: &Ledger, sent: u64) {
+async fn drain(ledger: &Ledger, sent: u64, watcher: Watcher<'_>) {
     let mut last = (Instant::now(), 0);
+    let mut ticker = Ticker::start(watcher, ledger, "drain".into(), sent);
     loop {
         let ran = ledger.ran.load(Ordering::Relaxed);
         if ran >= sent || last.0.elapsed() > Duration::from_secs(10) {
@@ -246,6 +216,7 @@ async fn drain(ledger: &Ledger, sent: u64) {
         if ran != last.1 {
             last = (Instant::now(), ran);
         }
+        ticker.tick(ran);
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
@@ -255,14 +226,14 @@ async fn one_at_a_time(
     session: &Session,
     scenario: &Scenario,
     times_: usize,
-    note: &(dyn Fn(&str) + Sync),
+    watcher: Watcher<'_>,
     metrics: &mut BTreeMap<String, f64>,
 ) -> Result<()> {
     let ledger = Arc::new(Ledger::new(times_));
     let fleet = fleet(target, scenario, &ledger);
     let sql = target.schema.render("SELECT {schema}.enqueue(kind => $1, queue => $2, args => $3)");
     let enqueue = session.prepare(&sql).await?;
-    note(&format!("{times_} jobs, one at a time"));
+    let mut ticker = Ticker::start(watcher, &ledger, format!("{times_} jobs, one at a time"), times_ as u64);
     let began = Instant::now();
     for n in 0..times_ {
         // Long enough for the workers to have gone to sleep.
@@ -282,6 +253,9 @@ async fn one_at_a_time(
             }
             tokio::time::sleep(Duration::from_micros(200)).await;
         }
+        ledger.sent.fetch_add(1, Ordering::Relaxed);
+        ledger.top.store(n + 1, Ordering::Relaxed);
+        ticker.tick(n as u64 + 1);
     }
     let ended = Instant::now();
     let stats = fleet.shut_down().await;
@@ -296,7 +270,7 @@ async fn fill(
     target: &Target,
     scenario: &Scenario,
     depths: &[u64],
-    note: &(dyn Fn(&str) + Sync),
+    watcher: Watcher<'_>,
     metrics: &mut BTreeMap<String, f64>,
 ) -> Result<()> {
     const CLAIMS: usize = 150;
@@ -307,7 +281,7 @@ async fn fill(
     let mut queued: u64 = 0;
     let mut medians = Vec::new();
     for &depth in depths {
-        note(&format!("filling to {depth}"));
+        watcher(Progress::Phase { name: format!("filling to {depth}"), steps: depth });
         let began = Instant::now();
         let before = queued;
         while queued < depth {
@@ -317,6 +291,8 @@ async fn fill(
             bulk.run(&transaction, &batch).await?;
             transaction.commit().await?;
             queued += n as u64;
+            let jobs_per_s = (queued - before) as f64 / began.elapsed().as_secs_f64();
+            watcher(Progress::Tick { step: queued, jobs_per_s, depth: queued, pickup_p99: None });
         }
         metrics.insert("enqueued_per_s".into(), (queued - before) as f64 / began.elapsed().as_secs_f64());
         let claims = CLAIMS.min((depth / 256) as usize).max(1);

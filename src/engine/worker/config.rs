@@ -13,7 +13,7 @@ use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, Visitor};
 
 use super::handler::{ANY_KIND, Registry, RegistryError, check_name};
 use super::handlers::{Builtin, BuiltinWorker, Exec, ExecWorker, FlakyRule};
-use crate::engine::duration;
+use crate::engine::{cron, duration};
 
 /// The most jobs of one queue that a process runs at a time.
 pub const MAX_WORKERS: u16 = 4096;
@@ -22,7 +22,7 @@ const DEFAULT_WORKERS: u16 = 32;
 
 /// What a `workers.yaml` says.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields, expecting = "a map with `queues` and `handlers`")]
+#[serde(deny_unknown_fields, expecting = "a map with `queues`, `handlers` and `cron`")]
 pub struct Config {
     /// By queue.
     #[serde(default, deserialize_with = "queues")]
@@ -30,11 +30,17 @@ pub struct Config {
     /// By kind of job; `*` is for every kind without one of its own.
     #[serde(default, deserialize_with = "handlers")]
     pub handlers: BTreeMap<String, HandlerConfig>,
+    /// Cron jobs by name, put in place when a worker starts. One that is no longer here stays until it is removed.
+    #[serde(default, deserialize_with = "cron")]
+    pub cron: BTreeMap<String, cron::Definition>,
 }
 
 /// How one queue is served.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields, expecting = "a map with `workers` and `deadline`")]
+#[serde(
+    deny_unknown_fields,
+    expecting = "a map with `workers`, `deadline`, `priority_aging` and `lease_claim_receipts`"
+)]
 pub struct QueueConfig {
     /// Jobs that run at a time, 1..=[`MAX_WORKERS`]; 32 unless given.
     #[serde(default = "default_workers", deserialize_with = "workers")]
@@ -42,11 +48,25 @@ pub struct QueueConfig {
     /// How long an attempt may take; longer than zero. Without one it may take for ever.
     #[serde(default, deserialize_with = "some_limit")]
     pub deadline: Option<Duration>,
+    /// How long the head of a lower priority waits before it counts as one higher; a minute unless given.
+    #[serde(default = "default_aging", deserialize_with = "some_limit")]
+    pub priority_aging: Option<Duration>,
+    /// False claims into `leases` instead of receipts (ADR-023); true unless given.
+    #[serde(default = "yes")]
+    pub lease_claim_receipts: bool,
+}
+
+fn default_aging() -> Option<Duration> {
+    Some(Duration::from_secs(60))
+}
+
+fn yes() -> bool {
+    true
 }
 
 impl Default for QueueConfig {
     fn default() -> Self {
-        Self { workers: DEFAULT_WORKERS, deadline: None }
+        Self { workers: DEFAULT_WORKERS, deadline: None, priority_aging: default_aging(), lease_claim_receipts: true }
     }
 }
 
@@ -309,6 +329,32 @@ fn queues<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String,
 
 fn handlers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, HandlerConfig>, D::Error> {
     deserializer.deserialize_map(Named::new("handlers", check_name))
+}
+
+fn cron<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, cron::Definition>, D::Error> {
+    let jobs: BTreeMap<String, CronJob> = deserializer.deserialize_map(Named::new("cron jobs", check_name))?;
+    Ok(jobs.into_iter().map(|(name, CronJob(job))| (name, job)).collect())
+}
+
+/// A definition whose schedule can be read.
+struct CronJob(cron::Definition);
+
+impl<'de> Deserialize<'de> for CronJob {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct CronVisitor;
+        impl<'de> Visitor<'de> for CronVisitor {
+            type Value = CronJob;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a cron job such as `{schedule: \"0 2 * * *\", kind: report}`")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<CronJob, A::Error> {
+                let job = cron::Definition::deserialize(MapAccessDeserializer::new(map))?;
+                job.parse().map_err(de::Error::custom)?;
+                Ok(CronJob(job))
+            }
+        }
+        deserializer.deserialize_map(CronVisitor)
+    }
 }
 
 type NameCheck = fn(&str) -> Result<(), String>;

@@ -1,4 +1,7 @@
 //! One queue's loop: permits first, then a claim of as many jobs as there are permits, plus a small bounded prefetch.
+//!
+//! What is claimed ahead only has to last while the next claim is on its way. So the prefetch grows while workers stand
+//! idle at the answer of a full claim, as with jobs of no length, and goes back while jobs wait for workers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,6 +27,9 @@ use crate::engine::target::Target;
 /// After an empty claim a queue that had work this recently is asked again shortly, without the ceremony of sleeping.
 const WARM: Duration = Duration::from_millis(20);
 const WARM_PAUSE: Duration = Duration::from_millis(1);
+
+/// Jobs claimed ahead, unless the queue's options say otherwise.
+const MAX_PREFETCH: usize = 256;
 
 /// Results that may wait for the database before claiming stops.
 const MAX_UNFLUSHED: usize = 4096;
@@ -114,8 +120,12 @@ impl Prepared for Claim {
 pub(super) struct Dispatcher {
     queue: Arc<str>,
     deadline: Option<Duration>,
-    /// Running and prefetched jobs at most.
-    capacity: usize,
+    aging: Option<Duration>,
+    receipts: bool,
+    workers: usize,
+    /// Jobs claimed ahead at most; moves within `prefetch_bounds`.
+    prefetch: usize,
+    prefetch_bounds: (usize, usize),
     permits: Arc<Semaphore>,
     poll_interval: Duration,
     bell: Bell,
@@ -133,11 +143,15 @@ impl Dispatcher {
         bell: Bell,
         shared: Arc<Shared>,
     ) -> Self {
-        let prefetch = options.prefetch.unwrap_or(options.workers.min(256));
+        let prefetch = options.prefetch.unwrap_or(options.workers.min(MAX_PREFETCH));
         Self {
             queue,
             deadline: options.deadline,
-            capacity: options.workers + prefetch,
+            aging: options.priority_aging,
+            receipts: options.lease_claim_receipts,
+            workers: options.workers,
+            prefetch,
+            prefetch_bounds: (prefetch, options.prefetch.unwrap_or(MAX_PREFETCH)),
             permits: Arc::new(Semaphore::new(options.workers)),
             poll_interval,
             bell,
@@ -166,6 +180,7 @@ impl Dispatcher {
             match self.claim(free, probe).await {
                 Ok(claims) if !claims.jobs.is_empty() => {
                     last_work = Instant::now();
+                    self.adapt_prefetch(claims.jobs.len() == free);
                     self.bell.unregister(&self.queue);
                     for claimed in claims.jobs {
                         self.dispatch(claimed);
@@ -195,12 +210,25 @@ impl Dispatcher {
         }
     }
 
-    /// How many jobs there is room for, once there is any.
+    /// Called with the answer of a claim, before its jobs are counted.
+    fn adapt_prefetch(&mut self, full: bool) {
+        let (least, most) = self.prefetch_bounds;
+        let idle_workers = self.outstanding.count.load(Ordering::Acquire) < self.workers;
+        match (full, idle_workers) {
+            (true, true) => self.prefetch = (self.prefetch * 2).min(most),
+            (_, false) => self.prefetch = (self.prefetch / 2).max(least),
+            (false, true) => {}
+        }
+    }
+
+    /// How many jobs there is room for, once a claim is worth it: while every worker is busy nothing is gained by a claim
+    /// for each job that ends, so half of the prefetch is used up first.
     async fn room(&self) -> usize {
         self.shared.unflushed.wait_for_room().await;
         loop {
-            let free = self.capacity.saturating_sub(self.outstanding.count.load(Ordering::Acquire));
-            if free > 0 {
+            let outstanding = self.outstanding.count.load(Ordering::Acquire);
+            let free = (self.workers + self.prefetch).saturating_sub(outstanding);
+            if free > 0 && (outstanding < self.workers || free >= self.prefetch / 2) {
                 return free.min(MAX_CLAIM);
             }
             self.outstanding.fewer.notified().await;
@@ -209,7 +237,7 @@ impl Dispatcher {
 
     async fn claim(&mut self, limit: usize, probe: bool) -> Result<Claims> {
         let shared = &self.shared;
-        let options = ClaimOptions { deadline: self.deadline, probe };
+        let options = ClaimOptions { deadline: self.deadline, probe, aging: self.aging, receipts: self.receipts };
         let outcome = match self.link.ready().await {
             Ok((client, claim)) => {
                 let intern = |kind: &str| shared.registry.intern(kind);

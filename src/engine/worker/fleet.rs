@@ -22,16 +22,32 @@ pub struct QueueOptions {
     pub name: String,
     /// Jobs at the same time.
     pub workers: usize,
-    /// Jobs claimed ahead of a free worker; `None` is as many as workers, at most 256.
+    /// Jobs claimed ahead of a free worker; `None` is as many as workers, and up to 256 while that keeps them busy.
     pub prefetch: Option<usize>,
     /// How long an attempt may take.
     pub deadline: Option<Duration>,
+    /// How long the head of a lower priority waits before it counts as one higher; `None` keeps priorities strict.
+    pub priority_aging: Option<Duration>,
+    /// False claims into `leases` instead of receipts.
+    pub lease_claim_receipts: bool,
 }
 
 impl QueueOptions {
+    /// The defaults.
+    pub fn new(name: impl Into<String>, workers: usize) -> Self {
+        Self { workers, ..Self::of(name, &QueueConfig::default()) }
+    }
+
     /// A queue as workers.yaml configures it.
     pub fn of(name: impl Into<String>, config: &QueueConfig) -> Self {
-        Self { name: name.into(), workers: usize::from(config.workers), prefetch: None, deadline: config.deadline }
+        Self {
+            name: name.into(),
+            workers: usize::from(config.workers),
+            prefetch: None,
+            deadline: config.deadline,
+            priority_aging: config.priority_aging,
+            lease_claim_receipts: config.lease_claim_receipts,
+        }
     }
 }
 

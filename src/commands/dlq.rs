@@ -1,0 +1,165 @@
+//! `awactl dlq`: jobs that failed for good, held for an operator.
+
+use clap::Subcommand;
+use serde::Serialize;
+
+use super::exit::{CommandError, ExitCode};
+use super::job::{Changed, changed_table, jobs_table, operate_on};
+use super::output::{Table, thousands};
+use super::{Access, Context};
+use crate::engine::counts::queue_counts;
+use crate::engine::jobs::{JobFilter, held_jobs, list_jobs};
+use crate::engine::operate::Operation;
+
+/// List, count, retry and purge jobs that failed for good
+///
+/// A queue has a DLQ after `awactl queue set QUEUE --dlq on`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// The jobs that are held
+    List {
+        #[command(flatten)]
+        of: Of,
+        #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
+        limit: i64,
+    },
+    /// How many a queue holds
+    Depth,
+    /// Make held jobs available again with all their attempts
+    Retry {
+        /// Ids of jobs; without any, all that match
+        ids: Vec<i64>,
+        #[command(flatten)]
+        of: Of,
+        /// All of them, of every queue and kind
+        #[arg(long, conflicts_with_all = ["ids", "queue", "kind"])]
+        all: bool,
+        /// Into this queue
+        #[arg(long)]
+        to_queue: Option<String>,
+        /// At this priority, 1 (first) to 4
+        #[arg(long, value_parser = clap::value_parser!(i32).range(1..=4))]
+        to_priority: Option<i32>,
+        #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
+        limit: i64,
+    },
+    /// Forget held jobs
+    Purge {
+        /// Ids of jobs; without any, all that match
+        ids: Vec<i64>,
+        #[command(flatten)]
+        of: Of,
+        /// All of them, of every queue and kind
+        #[arg(long, conflicts_with_all = ["ids", "queue", "kind"])]
+        all: bool,
+        #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
+        limit: i64,
+    },
+}
+
+#[derive(Debug, Clone, clap::Args)]
+pub struct Of {
+    /// Of this queue
+    #[arg(long)]
+    queue: Option<String>,
+    /// Of this kind
+    #[arg(long)]
+    kind: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Depth {
+    queue: String,
+    held: i64,
+}
+
+pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
+    match args.command {
+        Command::List { of, limit } => list(context, of, limit).await,
+        Command::Depth => depth(context).await,
+        Command::Retry { ids, of, all, to_queue, to_priority, limit } => {
+            let operation = Operation::Retry { queue: to_queue, priority: to_priority };
+            change(context, ids, &of, all, limit, &operation).await
+        }
+        Command::Purge { ids, of, all, limit } => change(context, ids, &of, all, limit, &Operation::Delete).await,
+    }
+}
+
+async fn list(context: &Context, of: Of, limit: i64) -> anyhow::Result<ExitCode> {
+    let (session, resolved) = context.connect_installed(Access::Read).await?;
+    let schema = &resolved.target.schema;
+    let filter = JobFilter {
+        states: vec!["failed".into()],
+        queue: of.queue,
+        kind: of.kind,
+        limit: Some(limit),
+        ..JobFilter::default()
+    };
+    // Held jobs come first among the failed ones.
+    let mut jobs = list_jobs(&session, schema, &filter).await?;
+    session.close().await;
+    jobs.retain(|job| job.stored_in == "dlq");
+    context.output.print(&jobs, |jobs| jobs_table(jobs))?;
+    Ok(ExitCode::Done)
+}
+
+async fn depth(context: &Context) -> anyhow::Result<ExitCode> {
+    let (session, resolved) = context.connect_installed(Access::Read).await?;
+    let counts = queue_counts(&session, &resolved.target.schema).await?;
+    session.close().await;
+    let depths: Vec<Depth> =
+        counts.queues.into_iter().filter(|q| q.dlq > 0).map(|q| Depth { queue: q.queue, held: q.dlq }).collect();
+    context.output.print(&depths, |depths| {
+        let mut table = Table::new(&["queue", "held"]).numbers(&[1]).when_empty("no job is held");
+        for d in depths {
+            table.row([d.queue.clone(), thousands(d.held)]);
+        }
+        table
+    })?;
+    Ok(ExitCode::Done)
+}
+
+async fn change(
+    context: &Context,
+    ids: Vec<i64>,
+    of: &Of,
+    all: bool,
+    limit: i64,
+    operation: &Operation,
+) -> anyhow::Result<ExitCode> {
+    if ids.is_empty() && of.queue.is_none() && of.kind.is_none() && !all {
+        return Err(CommandError::usage(
+            format!("which jobs to {}?", operation.name()),
+            "neither ids nor a filter were given",
+            "give ids, --queue, --kind, or --all",
+        )
+        .into());
+    }
+    let (session, resolved) = context.connect_installed(Access::Change).await?;
+    let schema = &resolved.target.schema;
+    // Ids that are given are looked for among all.
+    let limit = if ids.is_empty() { limit } else { i64::MAX };
+    let held = held_jobs(&session, schema, "dlq", of.queue.as_deref(), of.kind.as_deref(), limit).await?;
+    let (chosen, missing): (Vec<i64>, Vec<i64>) =
+        if ids.is_empty() { (held, Vec::new()) } else { ids.into_iter().partition(|id| held.contains(id)) };
+    if let Some(id) = missing.first() {
+        anyhow::bail!("the DLQ does not hold job {id}");
+    }
+    let what = format!("{} {} held jobs", operation.name(), chosen.len());
+    match operation {
+        Operation::Delete => context.confirm_irreversible(&what).await?,
+        _ => context.confirm_change(&what).await?,
+    }
+    let jobs = operate_on(context, &session, schema, &chosen, operation).await?;
+    session.close().await;
+    let done = jobs.iter().filter(|job| job.done).count();
+    let all_done = done == jobs.len();
+    context.output.print(&Changed { operation: operation.name(), dry_run: false, done, jobs }, changed_table)?;
+    Ok(if all_done { ExitCode::Done } else { ExitCode::Failed })
+}
