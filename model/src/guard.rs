@@ -49,8 +49,10 @@ pub enum Guard {
     OpenHoles,
     /// prune: every attempt is closed.
     OpenClaims,
-    /// prune of a queue slot: every row is emitted.
+    /// prune of a queue slot: every row is emitted, the last one and by count.
     ReadyRows,
+    /// … by count.
+    ReadyRowsCounted,
     /// prune of a queue slot: every lane's cursor is past it.
     LaneCursor,
     /// complete: no closure of the receipt before.

@@ -149,6 +149,13 @@ impl Config {
             return true;
         }
         let here = || st.batches.iter().filter(committed).filter(|b| b.in_queue_ring && b.ready_slot == slot);
+        let rows = st.rows_seen(SESSIONS, |r| r.slot == slot);
+        let emitted = here().fold(0, |set, b| set | b.taken);
+        // The lane's last row here, where the cursor is not past it.
+        let behind = st.spent < upper(rows);
+        if self.has(Guard::ReadyRows) && behind && emitted & bit(upper(rows) - 1) == 0 {
+            return true;
+        }
         let claims = &st.rings[CLAIM];
         let generation_is_pruned = |c: Cursor| {
             claims.pruned & bit(c.generation) != 0 || claims.generation_of(c.slot).is_some_and(|g| g > c.generation)
@@ -159,12 +166,11 @@ impl Config {
         if self.has(Guard::OpenClaims) && here().any(is_open) {
             return true;
         }
-        let emitted: u32 = here().map(|b| b.taken.count_ones()).sum();
-        let rows = st.rows.iter().filter(|r| r.here && r.by == By::Committed && r.slot == slot).count() as u32;
-        if self.has(Guard::ReadyRows) && rows != emitted {
+        if self.has(Guard::LaneCursor) && behind {
             return true;
         }
-        self.has(Guard::LaneCursor) && here().any(|b| st.spent < upper(b.taken))
+        let emitted: u32 = here().map(|b| b.taken.count_ones()).sum();
+        self.has(Guard::ReadyRows) && self.has(Guard::ReadyRowsCounted) && rows.count_ones() != emitted
     }
 
     /// TRUNCATE, with a look at what goes: I3 as the contract words it, not as the proof counts it.

@@ -173,10 +173,51 @@ pub fn engine() -> Vec<Path> {
             ],
         ),
         rescue(),
-        path("materialise", &[&[wait(Batch(1))], &scan(Leases), &prove, &pin(Lease), &[share(Partition(Leases, B))]]),
+        path(
+            "materialise",
+            &[
+                &[wait(Batch(1))],
+                &scan(Leases),
+                &[wait(LeaseRow(1))],
+                &prove,
+                &pin(Lease),
+                &[share(Partition(Leases, B))],
+            ],
+        ),
         heartbeat(),
         path("drop_attempt_state", &[&[wait(AttemptState(1)), wait(AttemptState(2))]]),
         path("wait_for_callback", &[&scan(Leases), &[wait(LeaseRow(1)), wait(Key(1))]]),
+        path(
+            "claim without receipts",
+            &[
+                &claim_lane(1, How::Pass),
+                // materialise, of the batch it just wrote.
+                &[wait(Batch(3))],
+                &scan(Leases),
+                &pin(Lease),
+            ],
+        ),
+        path(
+            "complete leases",
+            &[
+                &[wait(Batch(1)), wait(Batch(2))],
+                &prove,
+                &scan(Leases),
+                &[
+                    wait(LeaseRow(1)),
+                    wait(LeaseRow(2)),
+                    wait(AttemptState(1)),
+                    wait(AttemptState(2)),
+                    wait(Key(1)),
+                    wait(Key(2)),
+                ],
+                &[share(Pin(Queue, B)), share(Partition(Ends, B))],
+            ],
+        ),
+        path(
+            "resolve_callback, retry",
+            &[&scan(Leases), &[wait(LeaseRow(1)), wait(AttemptState(1)), wait(Key(1))], &append(1)],
+        ),
         path(
             "resolve_callback",
             &[
@@ -186,14 +227,18 @@ pub fn engine() -> Vec<Path> {
                 &[share(Partition(Ends, B))],
             ],
         ),
+        // Of the leases that nobody else has: both, or one.
         path(
             "rescue leases",
             &[
                 &scan(Leases),
-                &[with(skip, LeaseRow(1)), with(skip, LeaseRow(2))],
+                &[with(How::Try, LeaseRow(1)), with(How::Try, LeaseRow(2))],
                 &[wait(AttemptState(1)), wait(AttemptState(2)), wait(Key(1)), wait(Key(2))],
             ],
         ),
+        path("rescue a lease", &[&scan(Leases), &[with(How::Try, LeaseRow(2)), wait(AttemptState(2)), wait(Key(1))]]),
+        path("promote one", &[&[with(How::Try, Deferred(2)), wait(Key(2))], &append(1)]),
+        path("rescue one claim", &[&prove, &[with(How::Try, Batch(2)), wait(AttemptState(2)), wait(Key(2))]]),
         promote(),
         path("rotate queue", &[&[with(How::Try, Rotation(Queue))]]),
         prune_queue(How::Timeout),
@@ -257,7 +302,7 @@ pub fn rescue() -> Path {
         "rescue claims",
         &[
             &prove_attempts(),
-            &[with(How::Pass(0), Batch(2)), with(How::Pass(0), Batch(1))],
+            &[with(How::Try, Batch(2)), with(How::Try, Batch(1))],
             &[share(Partition(Rows, A)), wait(AttemptState(1)), wait(AttemptState(2)), wait(Key(1)), wait(Key(2))],
         ],
     )
@@ -278,7 +323,7 @@ pub fn heartbeat() -> Path {
 pub fn promote() -> Path {
     path(
         "promote",
-        &[&[with(How::Pass(0), Deferred(1)), with(How::Pass(0), Deferred(2)), wait(Key(1)), wait(Key(2))], &append(1)],
+        &[&[with(How::Try, Deferred(1)), with(How::Try, Deferred(2)), wait(Key(1)), wait(Key(2))], &append(1)],
     )
 }
 
@@ -334,6 +379,23 @@ pub fn reversed() -> Vec<(&'static str, Vec<Path>)> {
                     ],
                 ),
                 enqueue_many(),
+            ],
+        ),
+        (
+            "complete takes a lease after the key of the one before",
+            vec![
+                path(
+                    "complete leases",
+                    &[
+                        &[wait(Batch(1))],
+                        &scan(Leases),
+                        &[wait(LeaseRow(1)), wait(AttemptState(1)), wait(Key(1)), wait(LeaseRow(2))],
+                    ],
+                ),
+                path(
+                    "rescue a lease",
+                    &[&scan(Leases), &[with(How::Try, LeaseRow(2)), wait(AttemptState(2)), wait(Key(1))]],
+                ),
             ],
         ),
         (
