@@ -95,7 +95,7 @@ impl Config {
         let mine = By::Session(me as u8);
         let wrote = st.batches.iter().any(|b| b.by == mine) || st.holes.iter().any(|h| h.by == mine || h.ended == mine);
         let guard = if c.mode == Mode::Idle { Guard::IdleMayAdvance } else { Guard::MayAdvance };
-        !(c.second_call && wrote) || !self.has(guard)
+        !(c.second_call && wrote && self.has(guard))
     }
 
     /// ready_slots_from.
