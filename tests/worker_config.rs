@@ -108,10 +108,7 @@ fn unknown_names_come_with_what_is_allowed_the_place_and_a_guess() {
     assert_error("handler: {}", &["unknown field `handler`", "did you mean `handlers`?"]);
     assert_error("queues:\n  default: { rate_limit: 5 }", &["unknown field `rate_limit`", "`workers`, `deadline`"]);
     assert_error("[1]", &["a map with `queues`, `handlers` and `cron`"]);
-    assert_error(
-        "queues: { q: 5 }",
-        &["queues.q", "a map with `workers`, `deadline`, `priority_aging` and `lease_claim_receipts`"],
-    );
+    assert_error("queues: { q: 5 }", &["queues.q", "a map with `workers`, `deadline`, `priority_aging` and `lease_claim_receipts`"]);
     assert!(!error("zebra: {}").contains("did you mean"));
 }
 
