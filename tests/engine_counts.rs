@@ -407,7 +407,10 @@ async fn folding_the_deltas_of_pruned_slots_changes_no_count_and_waits_for_old_t
     assert_eq!(s.one::<i64>(count).await, 12);
     old.exec("BEGIN; SELECT pg_current_xact_id()").await;
     // As if it had been open for long.
-    s.exec("CREATE OR REPLACE FUNCTION @oldest_pin() RETURNS interval LANGUAGE sql AS $$ SELECT interval '6 seconds' $$").await;
+    s.exec(
+        "CREATE OR REPLACE FUNCTION @oldest_pin() RETURNS interval LANGUAGE sql AS $$ SELECT interval '6 seconds' $$",
+    )
+    .await;
     assert_eq!(s.one::<i64>("SELECT @fold_terminal_rollups(1)").await, 0);
     s.exec("CREATE OR REPLACE FUNCTION @oldest_pin() RETURNS interval LANGUAGE sql AS $$ SELECT interval '0' $$").await;
     assert_eq!(s.one::<i64>("SELECT @fold_terminal_rollups(5)").await, 0, "not worth it yet");

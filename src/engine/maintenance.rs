@@ -200,7 +200,9 @@ impl Task {
                 let row = client.query_one(&sql, &[]).await?;
                 report.backlog_stretches_counted += row.try_get::<_, i32>(0)?.unsigned_abs() as u64;
                 report.trimmed += row.try_get::<_, i64>(1)?.unsigned_abs();
-                let sql = schema.render("SELECT {schema}.trim_attempt_state(), {schema}.purge_expired(), {schema}.fold_terminal_rollups()");
+                let sql = schema.render(
+                    "SELECT {schema}.trim_attempt_state(), {schema}.purge_expired(), {schema}.fold_terminal_rollups()",
+                );
                 let row = client.query_one(&sql, &[]).await?;
                 report.trimmed += row.try_get::<_, i64>(0)?.unsigned_abs();
                 report.expired += row.try_get::<_, i32>(1)?.unsigned_abs() as u64;

@@ -9,8 +9,8 @@ use serde::Serialize;
 use tokio_postgres::Client;
 
 use super::ceiling::ceiling;
-use super::ledger::{Ledger, QUEUE, Recorder, jobs, micros};
 use super::dead_watch::DeadWatch;
+use super::ledger::{Ledger, QUEUE, Recorder, jobs, micros};
 use super::load::{Produced, Producer};
 use super::progress::{Progress, Ticker, Watcher};
 use super::scenario::{Load, PhaseKind, Scenario};
@@ -115,7 +115,8 @@ fn judge(scenario: &Scenario, metrics: BTreeMap<String, f64>, server: BTreeMap<S
 
 fn fleet(target: &Target, scenario: &Scenario, ledger: &Arc<Ledger>) -> Fleet {
     let mut registry = Registry::new();
-    let recorder = Recorder { ledger: Arc::clone(ledger), takes: Duration::from_millis(scenario.job_ms), mix: scenario.mix };
+    let recorder =
+        Recorder { ledger: Arc::clone(ledger), takes: Duration::from_millis(scenario.job_ms), mix: scenario.mix };
     registry.insert(recorder).unwrap_or_else(|error| unreachable!("one handler: {error}"));
     let workers = usize::from(scenario.workers);
     Fleet::start(target, registry, FleetOptions::new(vec![QueueOptions::new(QUEUE, workers)]))
@@ -156,7 +157,10 @@ async fn timed(
         };
         let (began, before, wal_before) = (Instant::now(), ended(), wal_position(session).await?);
         let ticker = Ticker::start(watcher, &ledger, name, phase.duration.as_millis() as u64);
-        tokio::join!(ticker.pass(phase.duration), dead.watch(target, phase.kind.is_measured().then_some(phase.duration)));
+        tokio::join!(
+            ticker.pass(phase.duration),
+            dead.watch(target, phase.kind.is_measured().then_some(phase.duration))
+        );
         if let Some(idle) = idle {
             idle.close().await;
         }
