@@ -67,37 +67,45 @@ BEGIN
 END
 $template$);
 
--- deadline_scan_<slot>: open attempts whose deadline passed, in batches whose deadline is p_after (in microseconds) or later.
+-- deadline_scan_<slot>: open attempts whose deadline passed, in batches after p_after by (deadline_at, batch_id). The cursor is
+-- a batch, which tells its deadline: deadlines alone would not tell apart batches that share one.
 SELECT {schema}.create_slot_functions('claim', 'deadline_scan_in', 'p_after bigint, p_cutoff timestamptz, p_limit integer',
     '{schema}.rescue_scan', $template$
 DECLARE
     v_scan {schema}.rescue_scan;
+    -- A cursor that names no batch of this slot means its start.
+    v_after timestamptz := coalesce(
+        (SELECT b.deadline_at FROM {schema}.lease_claim_batches_<slot> AS b WHERE b.batch_id = p_after), '-infinity');
 BEGIN
     WITH visited AS MATERIALIZED (
-        SELECT b.batch_id, b.job_ids, b.run_lease, b.run_leases, c.closed, coalesce(c.job_count, 0) AS closed_count,
-               (extract(epoch FROM b.deadline_at) * 1000000)::bigint AS deadline
+        SELECT b.batch_id, b.deadline_at, b.job_ids, b.run_lease, b.run_leases, c.closed, coalesce(c.job_count, 0) AS closed_count
         FROM {schema}.lease_claim_batches_<slot> AS b
         LEFT JOIN LATERAL (
             SELECT range_agg(x.receipt_ranges) AS closed, sum(x.job_count) AS job_count
             FROM {schema}.lease_claim_closure_batches_<slot> AS x
             WHERE x.batch_id = b.batch_id
         ) AS c ON true
-        WHERE b.deadline_at >= to_timestamp(p_after / 1000000) + (p_after % 1000000) * interval '1 microsecond'
-          AND b.deadline_at <= p_cutoff
+        WHERE (b.deadline_at, b.batch_id) > (v_after, p_after) AND b.deadline_at <= p_cutoff
         ORDER BY b.deadline_at, b.batch_id
         LIMIT p_limit
     ),
     candidates AS MATERIALIZED (
-        SELECT v.deadline, v.batch_id * 1024 + j.n - 1 AS receipt_id, j.job_id, coalesce(v.run_lease, v.run_leases[j.n]) AS run_lease
+        SELECT v.batch_id, v.deadline_at, v.batch_id * 1024 + j.n - 1 AS receipt_id, j.job_id,
+               coalesce(v.run_lease, v.run_leases[j.n]) AS run_lease
         FROM visited AS v
         CROSS JOIN LATERAL unnest(v.job_ids) WITH ORDINALITY AS j (job_id, n)
         WHERE v.closed_count < cardinality(v.job_ids) AND NOT coalesce(v.closed @> (v.batch_id * 1024 + j.n - 1), false)
+    ),
+    first AS (
+        SELECT c.deadline_at, c.batch_id FROM candidates AS c ORDER BY c.deadline_at, c.batch_id LIMIT 1
     )
-    -- Batches that share a deadline share a place: the cursor stands on it until all of them were seen closed, and goes past
-    -- it when they fill a whole pass.
     SELECT (SELECT count(*) FROM visited),
-           coalesce((SELECT min(c.deadline) FROM candidates AS c),
-                    (SELECT max(v.deadline) + CASE WHEN min(v.deadline) = max(v.deadline) THEN 1 ELSE 0 END FROM visited AS v)),
+           coalesce((
+               SELECT v.batch_id
+               FROM visited AS v
+               WHERE NOT EXISTS (SELECT FROM first AS f WHERE (f.deadline_at, f.batch_id) <= (v.deadline_at, v.batch_id))
+               ORDER BY v.deadline_at DESC, v.batch_id DESC
+               LIMIT 1), p_after),
            array_agg(c.receipt_id ORDER BY c.receipt_id), array_agg(c.job_id ORDER BY c.receipt_id),
            array_agg(c.run_lease ORDER BY c.receipt_id)
     INTO v_scan
