@@ -179,7 +179,7 @@ async fn a_deadline_does_not_run_while_somebody_else_does_the_work() {
     assert_eq!(s.one::<i32>("SELECT stale + deadline FROM @rescue('0 seconds')").await, 0);
     // Once resumed, it does again, from that moment.
     assert_eq!(answer(&s, &token, "resume", "NULL").await, "running");
-    assert_eq!(s.one::<i32>("SELECT stale FROM @rescue()").await, 0);
+    assert_eq!(s.one::<i32>("SELECT stale + deadline FROM @rescue()").await, 0);
     assert_eq!(s.one::<i32>("SELECT stale FROM @rescue('0 seconds')").await, 1);
 }
 
@@ -305,6 +305,26 @@ async fn an_attempt_materialises_once_and_not_after_its_end() {
     let stale = format!("SELECT @materialise({}::smallint, {}, {}, {})", a.slot, a.receipt, a.job, a.lease + 1);
     assert!(!s.one::<bool>(&stale).await);
     assert_eq!(register(&s, &Attempt { lease: a.lease + 1, ..a }, "1 hour").await, None);
+}
+
+#[tokio::test]
+async fn a_lease_is_ended_only_by_the_claim_it_came_from() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    // A claim that was rolled back had the same job and run_lease, and another receipt.
+    s.enqueue("q", 1).await;
+    s.exec("BEGIN").await;
+    let undone = attempts(&s.claim("q", 1).await)[0];
+    s.exec("ROLLBACK").await;
+    let a = attempts(&s.claim("q", 1).await)[0];
+    assert_eq!((undone.job, undone.lease), (a.job, a.lease));
+    assert!(register(&s, &a, "1 hour").await.is_some());
+    let stale = Attempt { lease: a.lease - 1, ..a };
+    assert_eq!(s.complete(&[undone, stale]).await.len(), 2);
+    assert_eq!(s.close(&[undone, stale], "failed", Some("no"), "0").await.len(), 2);
+    assert_eq!(register(&s, &undone, "1 hour").await, None);
+    assert_eq!(state(&s, a.job).await, "running");
+    assert_eq!(s.complete(&[a]).await, []);
 }
 
 #[tokio::test]

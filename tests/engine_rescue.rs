@@ -399,6 +399,32 @@ async fn an_attempt_that_completes_while_a_rescue_looks_at_it_is_not_retried() {
 }
 
 #[tokio::test]
+async fn a_sign_of_life_between_the_look_and_the_lock_is_heeded() {
+    let db = Db::new().await;
+    let (s, worker, gate) = (db.session().await, db.session().await, db.session().await);
+    let batches = claims(&s, 1, 2).await;
+    age(&s, &[&batches[0]]).await;
+    // A gate behind the look.
+    let look = format!("stale_scan_in_{}", batches[0].claim_slot);
+    s.exec(&format!(
+        "ALTER FUNCTION @{look} RENAME TO ungated_look;
+         CREATE FUNCTION @{look}(bigint, timestamptz, integer) RETURNS @rescue_scan LANGUAGE plpgsql AS $$
+         DECLARE v @rescue_scan := @ungated_look($1, $2, $3);
+         BEGIN PERFORM pg_advisory_xact_lock(42); RETURN v; END $$"
+    ))
+    .await;
+    gate.exec("SELECT pg_advisory_lock(42)").await;
+    let pid = s.pid().await;
+    let rescue = s.spawn("SELECT stale FROM @rescue()");
+    db.until_waiting(pid).await;
+    assert_eq!(heartbeat(&worker, &batches[0].attempts()[..1], None).await, [] as [String; 0]);
+    gate.exec("SELECT pg_advisory_unlock(42)").await;
+    assert_eq!(rescue.await.unwrap().unwrap()[0].get::<_, i32>(0), 1);
+    assert_eq!(state(&s, batches[0].jobs[0]).await, "running");
+    assert_eq!(state(&s, batches[0].jobs[1]).await, "retryable");
+}
+
+#[tokio::test]
 async fn a_claim_slot_is_pruned_only_after_its_last_attempt_was_rescued() {
     let db = Db::new().await;
     let (s, rescuer) = (db.session().await, db.session().await);

@@ -114,8 +114,11 @@ BEGIN
 END
 $template$);
 
--- Closes what a scan found, but not the attempts of a batch that somebody else is writing to. Returns how many it closed.
-CREATE FUNCTION {schema}.rescue_attempts(p_slot smallint, p_scan {schema}.rescue_scan, p_error text, p_cause text) RETURNS integer
+-- Closes what a scan found, but not the attempts of a batch that somebody else is writing to, nor (p_silent_since) those that
+-- gave a sign of life since the scan. Returns how many it closed.
+CREATE FUNCTION {schema}.rescue_attempts(
+    p_slot smallint, p_scan {schema}.rescue_scan, p_silent_since timestamptz, p_error text, p_cause text
+) RETURNS integer
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_receipts bigint[];
@@ -133,10 +136,17 @@ BEGIN
                pg_try_advisory_xact_lock('{schema}.lease_claim_batches'::regclass::oid::integer, (k.batch_id & 2147483647)::integer) AS ours
         FROM (SELECT DISTINCT r >> 10 AS batch_id FROM unnest(p_scan.receipt_ids) AS r OFFSET 0) AS k
     ) AS b ON b.batch_id = i.receipt_id >> 10 AND b.ours;
+    -- Proof, again under the lock that a heartbeat takes; the fences are checked again by close.
+    SELECT array_agg(i.receipt_id ORDER BY i.receipt_id), array_agg(i.job_id ORDER BY i.receipt_id),
+           array_agg(i.run_lease ORDER BY i.receipt_id)
+    INTO v_receipts, v_jobs, v_leases
+    FROM unnest(v_receipts, v_jobs, v_leases) AS i (receipt_id, job_id, run_lease)
+    WHERE NOT EXISTS (
+        SELECT FROM {schema}.attempt_state AS s
+        WHERE s.job_id = i.job_id AND s.run_lease = i.run_lease AND s.heartbeat_at > p_silent_since);
     IF v_receipts IS NULL THEN
         RETURN 0;
     END IF;
-    -- The fences are checked again under the lock.
     SELECT coalesce(array_agg(c.place), '{}') INTO v_lost
     FROM {schema}.close_attempts(
         array_fill(p_slot, ARRAY[cardinality(v_receipts)]), v_receipts, v_jobs, v_leases,
@@ -171,7 +181,8 @@ BEGIN
             ELSE {schema}.deadline_scan_in(v_slot.slot, v_after, p_cutoff, p_limit)
         END;
         IF v_scan.receipt_ids IS NOT NULL THEN
-            v_rescued := v_rescued + {schema}.rescue_attempts(v_slot.slot, v_scan, p_error, p_cause);
+            v_rescued := v_rescued + {schema}.rescue_attempts(v_slot.slot, v_scan,
+                CASE p_sweep WHEN 'stale' THEN p_cutoff END, p_error, p_cause);
         END IF;
         -- Only over what was closed or alive when it was read; at the end, from the start again.
         IF v_scan.visited < p_limit AND v_scan.receipt_ids IS NULL THEN
