@@ -234,10 +234,10 @@ fn wrong_input_is_refused_by_its_name() {
     let long = "x".repeat(201);
     let ran = db.run(&["job", "move", &job, "--to-queue", &long]);
     assert!(ran.code == 1 && ran.stdout.contains("queue must have 1 to 200 characters"), "{ran:?}");
-    for args in [&["queue", "pause", &long][..], &["queue", "set", "", "--dlq", "on"]] {
-        let ran = db.run(args);
-        assert!(ran.code != 0 && ran.stderr.contains("queue must have 1 to 200 characters"), "{ran:?}");
+    for args in [&["queue", "pause", &long][..], &["queue", "pause", ""], &["queue", "set", "", "--dlq", "on"]] {
+        db.refused(args, 2, &["queue is not valid", "it must have 1 to 200 characters"]);
     }
+    db.refused(&["queue", "set", "q", "--dlq-retention", "0s"], 2, &["dlq_retention is not valid"]);
     let nowhere = awactl(&[("DATABASE_URL", "postgres://nobody@127.0.0.1:1/none")], &["job", "list"]);
     assert_eq!(nowhere.code, 3, "{nowhere:?}");
 }

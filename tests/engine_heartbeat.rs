@@ -172,3 +172,21 @@ async fn what_attempts_leave_behind_is_swept_and_what_is_alive_stays() {
     assert_eq!(s.close(&a[2..], "failed", Some("no"), "0").await, []);
     assert_eq!(states(&s).await, [] as [String; 0]);
 }
+
+#[tokio::test]
+async fn an_attempt_that_waits_for_days_keeps_its_progress() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    let a = claimed(&s, 1).await;
+    assert_eq!(beat(&s, &a, Some("5")).await, []);
+    let Attempt { slot, receipt, job, lease } = a[0];
+    s.exec(&format!(
+        "SELECT @wait_for_callback({receipt}, {job}, {lease},
+             @register_callback({slot}::smallint, {receipt}, {job}, {lease}, '30 days'));
+         UPDATE @attempt_state SET heartbeat_at = heartbeat_at - interval '20 days'"
+    ))
+    .await;
+    assert_eq!(s.one::<i64>("SELECT @trim_attempt_state()").await, 0);
+    s.exec("UPDATE @leases SET callback_timeout_at = '2020-01-01'; SELECT @rescue()").await;
+    assert_eq!(s.one::<String>("SELECT state || ' ' || progress FROM @deferred_jobs").await, "retryable 5");
+}

@@ -256,13 +256,16 @@ BEGIN
 END
 $function$;
 
--- Forgets states of attempts that ended without their worker's word. Nothing silent for so long is still open.
+-- Forgets states of attempts that ended without their worker's word. Nothing silent for so long is still open, unless it waits
+-- for a callback.
 CREATE FUNCTION {schema}.trim_attempt_state(p_older_than interval DEFAULT '1 day') RETURNS bigint
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_deleted bigint;
 BEGIN
-    DELETE FROM {schema}.attempt_state AS s WHERE s.heartbeat_at < clock_timestamp() - p_older_than;
+    DELETE FROM {schema}.attempt_state AS s
+    WHERE s.heartbeat_at < clock_timestamp() - p_older_than
+      AND NOT EXISTS (SELECT FROM {schema}.leases AS l WHERE l.job_id = s.job_id AND l.run_lease = s.run_lease);
     GET DIAGNOSTICS v_deleted = ROW_COUNT;
     RETURN v_deleted;
 END
