@@ -180,7 +180,7 @@ async fn a_slot_where_many_live_is_passed_over_with_the_reason() {
     let (pruned, reason, detail) = s.prune("lease", from.into()).await;
     assert_eq!((pruned, reason.as_str()), (false, "live_leases"));
     assert!(detail.starts_with("10001 attempts live in the slot"), "{detail}");
-    assert_eq!(s.rotate("lease").await.0, true, "the ring turns without it");
+    assert!(s.rotate("lease").await.0, "the ring turns without it");
     let one: i64 = s.one("SELECT min(job_id) FROM @leases").await;
     assert!(s.one::<bool>(&format!("SELECT done FROM @operate({one}, 'cancel')")).await);
     assert!(s.prune("lease", from.into()).await.0);
