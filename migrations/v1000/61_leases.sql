@@ -21,6 +21,17 @@ BEGIN
 END
 $function$;
 
+-- A lease moves when its slot is pruned, and a snapshot from before that shows it nowhere: whoever looks for one must look anew.
+CREATE FUNCTION {schema}.refuse_old_snapshot(p_what text) RETURNS void
+LANGUAGE plpgsql STABLE AS $function$
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION '% needs READ COMMITTED, not %', p_what, upper(current_setting('transaction_isolation'))
+            USING ERRCODE = 'feature_not_supported';
+    END IF;
+END
+$function$;
+
 CREATE FUNCTION {schema}.job_of_lease(p_lease {schema}.leases) RETURNS {schema}.job_body
 LANGUAGE plpgsql IMMUTABLE AS $function$
 DECLARE
@@ -107,6 +118,16 @@ $function$;
 
 -- Callbacks: a running attempt gets a token; who holds the token decides once what becomes of the attempt.
 
+CREATE FUNCTION {schema}.check_callback_timeout(p_timeout interval) RETURNS void
+LANGUAGE plpgsql IMMUTABLE AS $function$
+BEGIN
+    IF p_timeout IS NULL OR p_timeout <= interval '0' THEN
+        RAISE EXCEPTION 'timeout must be longer than zero, not %', coalesce(p_timeout::text, 'null')
+            USING ERRCODE = 'check_violation', COLUMN = 'timeout';
+    END IF;
+END
+$function$;
+
 -- Registers a callback for a running attempt, in place of an earlier one, and returns its token; NULL when the attempt is over.
 CREATE FUNCTION {schema}.register_callback(
     p_claim_slot smallint, p_receipt_id bigint, p_job_id bigint, p_run_lease bigint, p_timeout interval
@@ -115,10 +136,7 @@ LANGUAGE plpgsql AS $function$
 DECLARE
     v_token uuid;
 BEGIN
-    IF p_timeout IS NULL OR p_timeout <= interval '0' THEN
-        RAISE EXCEPTION 'timeout must be longer than zero, not %', coalesce(p_timeout::text, 'null')
-            USING ERRCODE = 'check_violation', COLUMN = 'timeout';
-    END IF;
+    PERFORM {schema}.check_callback_timeout(p_timeout);
     IF NOT {schema}.materialise(p_claim_slot, p_receipt_id, p_job_id, p_run_lease) THEN
         RETURN NULL;
     END IF;
@@ -156,6 +174,7 @@ LANGUAGE plpgsql AS $function$
 DECLARE
     v_lease {schema}.leases;
 BEGIN
+    PERFORM {schema}.refuse_old_snapshot('wait_for_callback');
     -- Lock: the lease row. A callback that comes meanwhile waits here, or came before and is seen.
     SELECT l.* INTO v_lease
     FROM {schema}.leases AS l
@@ -188,6 +207,7 @@ LANGUAGE plpgsql AS $function$
 DECLARE
     v_lease {schema}.leases;
 BEGIN
+    PERFORM {schema}.refuse_old_snapshot('callback_result');
     SELECT l.* INTO v_lease
     FROM {schema}.leases AS l
     WHERE l.job_id = p_job_id AND l.run_lease = p_run_lease AND l.receipt_id = p_receipt_id;
@@ -210,6 +230,7 @@ BEGIN
         RAISE EXCEPTION 'action must be complete, fail, retry or resume, not %', coalesce(p_action, 'null')
             USING ERRCODE = 'check_violation', COLUMN = 'action';
     END IF;
+    PERFORM {schema}.refuse_old_snapshot('resolve_callback');
     -- Lock: the lease row. The second of two answers finds the token gone.
     SELECT l.* INTO v_lease FROM {schema}.leases AS l WHERE l.callback_id = p_callback_id FOR UPDATE;
     IF NOT FOUND THEN
@@ -257,8 +278,12 @@ CREATE FUNCTION {schema}.restart_job(p_job {schema}.job_body, p_error text, p_no
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_holder bigint;
+    v_live_progress jsonb;
 BEGIN
-    DELETE FROM {schema}.attempt_state AS s WHERE s.job_id = p_job.job_id AND s.run_lease <= p_job.run_lease;
+    DELETE FROM {schema}.attempt_state AS s
+    WHERE s.job_id = p_job.job_id AND s.run_lease <= p_job.run_lease
+    RETURNING CASE WHEN s.run_lease = p_job.run_lease THEN s.progress END INTO v_live_progress;
+    p_job.progress := coalesce(v_live_progress, p_job.progress);
     p_job.errors := {schema}.with_error(p_job.errors, p_job.attempt + 1, p_error, p_now);
     p_job.attempt := 0;
     p_job.run_at := p_now;
@@ -279,6 +304,8 @@ $function$;
 CREATE FUNCTION {schema}.extend_callback(p_callback_id uuid, p_timeout interval) RETURNS boolean
 LANGUAGE plpgsql AS $function$
 BEGIN
+    PERFORM {schema}.check_callback_timeout(p_timeout);
+    PERFORM {schema}.refuse_old_snapshot('extend_callback');
     UPDATE {schema}.leases AS l
     SET callback_timeout_at = clock_timestamp() + p_timeout
     WHERE l.callback_id = p_callback_id;

@@ -67,37 +67,45 @@ BEGIN
 END
 $template$);
 
--- deadline_scan_<slot>: open attempts whose deadline passed, in batches whose deadline is p_after (in microseconds) or later.
+-- deadline_scan_<slot>: open attempts whose deadline passed, in batches after p_after by (deadline_at, batch_id). The cursor is
+-- a batch, which tells its deadline: deadlines alone would not tell apart batches that share one.
 SELECT {schema}.create_slot_functions('claim', 'deadline_scan_in', 'p_after bigint, p_cutoff timestamptz, p_limit integer',
     '{schema}.rescue_scan', $template$
 DECLARE
     v_scan {schema}.rescue_scan;
+    -- A cursor that names no batch of this slot means its start.
+    v_after timestamptz := coalesce(
+        (SELECT b.deadline_at FROM {schema}.lease_claim_batches_<slot> AS b WHERE b.batch_id = p_after), '-infinity');
 BEGIN
     WITH visited AS MATERIALIZED (
-        SELECT b.batch_id, b.job_ids, b.run_lease, b.run_leases, c.closed, coalesce(c.job_count, 0) AS closed_count,
-               (extract(epoch FROM b.deadline_at) * 1000000)::bigint AS deadline
+        SELECT b.batch_id, b.deadline_at, b.job_ids, b.run_lease, b.run_leases, c.closed, coalesce(c.job_count, 0) AS closed_count
         FROM {schema}.lease_claim_batches_<slot> AS b
         LEFT JOIN LATERAL (
             SELECT range_agg(x.receipt_ranges) AS closed, sum(x.job_count) AS job_count
             FROM {schema}.lease_claim_closure_batches_<slot> AS x
             WHERE x.batch_id = b.batch_id
         ) AS c ON true
-        WHERE b.deadline_at >= to_timestamp(p_after / 1000000) + (p_after % 1000000) * interval '1 microsecond'
-          AND b.deadline_at <= p_cutoff
+        WHERE (b.deadline_at, b.batch_id) > (v_after, p_after) AND b.deadline_at <= p_cutoff
         ORDER BY b.deadline_at, b.batch_id
         LIMIT p_limit
     ),
     candidates AS MATERIALIZED (
-        SELECT v.deadline, v.batch_id * 1024 + j.n - 1 AS receipt_id, j.job_id, coalesce(v.run_lease, v.run_leases[j.n]) AS run_lease
+        SELECT v.batch_id, v.deadline_at, v.batch_id * 1024 + j.n - 1 AS receipt_id, j.job_id,
+               coalesce(v.run_lease, v.run_leases[j.n]) AS run_lease
         FROM visited AS v
         CROSS JOIN LATERAL unnest(v.job_ids) WITH ORDINALITY AS j (job_id, n)
         WHERE v.closed_count < cardinality(v.job_ids) AND NOT coalesce(v.closed @> (v.batch_id * 1024 + j.n - 1), false)
+    ),
+    first AS (
+        SELECT c.deadline_at, c.batch_id FROM candidates AS c ORDER BY c.deadline_at, c.batch_id LIMIT 1
     )
-    -- Batches that share a deadline share a place: the cursor stands on it until all of them were seen closed, and goes past
-    -- it when they fill a whole pass.
     SELECT (SELECT count(*) FROM visited),
-           coalesce((SELECT min(c.deadline) FROM candidates AS c),
-                    (SELECT max(v.deadline) + CASE WHEN min(v.deadline) = max(v.deadline) THEN 1 ELSE 0 END FROM visited AS v)),
+           coalesce((
+               SELECT v.batch_id
+               FROM visited AS v
+               WHERE NOT EXISTS (SELECT FROM first AS f WHERE (f.deadline_at, f.batch_id) <= (v.deadline_at, v.batch_id))
+               ORDER BY v.deadline_at DESC, v.batch_id DESC
+               LIMIT 1), p_after),
            array_agg(c.receipt_id ORDER BY c.receipt_id), array_agg(c.job_id ORDER BY c.receipt_id),
            array_agg(c.run_lease ORDER BY c.receipt_id)
     INTO v_scan
@@ -106,8 +114,11 @@ BEGIN
 END
 $template$);
 
--- Closes what a scan found, but not the attempts of a batch that somebody else is writing to. Returns how many it closed.
-CREATE FUNCTION {schema}.rescue_attempts(p_slot smallint, p_scan {schema}.rescue_scan, p_error text, p_cause text) RETURNS integer
+-- Closes what a scan found, but not the attempts of a batch that somebody else is writing to, nor (p_silent_since) those that
+-- gave a sign of life since the scan. Returns how many it closed.
+CREATE FUNCTION {schema}.rescue_attempts(
+    p_slot smallint, p_scan {schema}.rescue_scan, p_silent_since timestamptz, p_error text, p_cause text
+) RETURNS integer
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_receipts bigint[];
@@ -125,10 +136,17 @@ BEGIN
                pg_try_advisory_xact_lock('{schema}.lease_claim_batches'::regclass::oid::integer, (k.batch_id & 2147483647)::integer) AS ours
         FROM (SELECT DISTINCT r >> 10 AS batch_id FROM unnest(p_scan.receipt_ids) AS r OFFSET 0) AS k
     ) AS b ON b.batch_id = i.receipt_id >> 10 AND b.ours;
+    -- Proof, again under the lock that a heartbeat takes; the fences are checked again by close.
+    SELECT array_agg(i.receipt_id ORDER BY i.receipt_id), array_agg(i.job_id ORDER BY i.receipt_id),
+           array_agg(i.run_lease ORDER BY i.receipt_id)
+    INTO v_receipts, v_jobs, v_leases
+    FROM unnest(v_receipts, v_jobs, v_leases) AS i (receipt_id, job_id, run_lease)
+    WHERE NOT EXISTS (
+        SELECT FROM {schema}.attempt_state AS s
+        WHERE s.job_id = i.job_id AND s.run_lease = i.run_lease AND s.heartbeat_at > p_silent_since);
     IF v_receipts IS NULL THEN
         RETURN 0;
     END IF;
-    -- The fences are checked again under the lock.
     SELECT coalesce(array_agg(c.place), '{}') INTO v_lost
     FROM {schema}.close_attempts(
         array_fill(p_slot, ARRAY[cardinality(v_receipts)]), v_receipts, v_jobs, v_leases,
@@ -163,7 +181,8 @@ BEGIN
             ELSE {schema}.deadline_scan_in(v_slot.slot, v_after, p_cutoff, p_limit)
         END;
         IF v_scan.receipt_ids IS NOT NULL THEN
-            v_rescued := v_rescued + {schema}.rescue_attempts(v_slot.slot, v_scan, p_error, p_cause);
+            v_rescued := v_rescued + {schema}.rescue_attempts(v_slot.slot, v_scan,
+                CASE p_sweep WHEN 'stale' THEN p_cutoff END, p_error, p_cause);
         END IF;
         -- Only over what was closed or alive when it was read; at the end, from the start again.
         IF v_scan.visited < p_limit AND v_scan.receipt_ids IS NULL THEN
@@ -237,13 +256,16 @@ BEGIN
 END
 $function$;
 
--- Forgets states of attempts that ended without their worker's word. Nothing silent for so long is still open.
+-- Forgets states of attempts that ended without their worker's word. Nothing silent for so long is still open, unless it waits
+-- for a callback.
 CREATE FUNCTION {schema}.trim_attempt_state(p_older_than interval DEFAULT '1 day') RETURNS bigint
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_deleted bigint;
 BEGIN
-    DELETE FROM {schema}.attempt_state AS s WHERE s.heartbeat_at < clock_timestamp() - p_older_than;
+    DELETE FROM {schema}.attempt_state AS s
+    WHERE s.heartbeat_at < clock_timestamp() - p_older_than
+      AND NOT EXISTS (SELECT FROM {schema}.leases AS l WHERE l.job_id = s.job_id AND l.run_lease = s.run_lease);
     GET DIAGNOSTICS v_deleted = ROW_COUNT;
     RETURN v_deleted;
 END

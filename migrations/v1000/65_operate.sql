@@ -144,6 +144,8 @@ DECLARE
     v_place {schema}.job_place;
     v_tries integer;
 BEGIN
+    -- Two with old snapshots would each hide and retry the same history.
+    PERFORM {schema}.refuse_old_snapshot('operate');
     v_result.job_id := p_job_id;
     v_result.done := false;
     FOR v_tries IN 1 .. 10 LOOP

@@ -151,6 +151,7 @@ BEGIN
             FROM {schema}.dlq_entries AS q
             WHERE (p_queue IS NULL OR q.queue = p_queue) AND (p_kind IS NULL OR q.kind = p_kind)
               AND (p_tag IS NULL OR p_tag = ANY (q.tags)) AND (p_job_id IS NULL OR q.job_id = p_job_id)
+            ORDER BY q.held, q.failed_at, q.job_id  -- the DLQ first: that is what an operator has to look at
             LIMIT v_limit;
         GET DIAGNOSTICS v_n = ROW_COUNT;
         v_limit := v_limit - v_n;

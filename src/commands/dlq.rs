@@ -4,7 +4,7 @@ use clap::Subcommand;
 use serde::Serialize;
 
 use super::exit::{CommandError, ExitCode};
-use super::job::{Changed, changed_table, jobs_table, operate_on};
+use super::job::{Changed, changed_table, jobs_table, operate_on, would};
 use super::output::{Table, thousands};
 use super::{Access, Context};
 use crate::engine::counts::queue_counts;
@@ -48,6 +48,9 @@ enum Command {
         to_priority: Option<i32>,
         #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
         limit: i64,
+        /// Only say which
+        #[arg(long)]
+        dry_run: bool,
     },
     /// Forget held jobs
     Purge {
@@ -60,6 +63,9 @@ enum Command {
         all: bool,
         #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
         limit: i64,
+        /// Only say which
+        #[arg(long)]
+        dry_run: bool,
     },
 }
 
@@ -83,11 +89,13 @@ pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
     match args.command {
         Command::List { of, limit } => list(context, of, limit).await,
         Command::Depth => depth(context).await,
-        Command::Retry { ids, of, all, to_queue, to_priority, limit } => {
+        Command::Retry { ids, of, all, to_queue, to_priority, limit, dry_run } => {
             let operation = Operation::Retry { queue: to_queue, priority: to_priority };
-            change(context, ids, &of, all, limit, &operation).await
+            change(context, Which { ids, of, all, limit, dry_run }, &operation).await
         }
-        Command::Purge { ids, of, all, limit } => change(context, ids, &of, all, limit, &Operation::Delete).await,
+        Command::Purge { ids, of, all, limit, dry_run } => {
+            change(context, Which { ids, of, all, limit, dry_run }, &Operation::Delete).await
+        }
     }
 }
 
@@ -125,14 +133,17 @@ async fn depth(context: &Context) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::Done)
 }
 
-async fn change(
-    context: &Context,
+/// Which held jobs a change is for.
+struct Which {
     ids: Vec<i64>,
-    of: &Of,
+    of: Of,
     all: bool,
     limit: i64,
-    operation: &Operation,
-) -> anyhow::Result<ExitCode> {
+    dry_run: bool,
+}
+
+async fn change(context: &Context, which: Which, operation: &Operation) -> anyhow::Result<ExitCode> {
+    let Which { ids, of, all, limit, dry_run } = which;
     if ids.is_empty() && of.queue.is_none() && of.kind.is_none() && !all {
         return Err(CommandError::usage(
             format!("which jobs to {}?", operation.name()),
@@ -141,7 +152,8 @@ async fn change(
         )
         .into());
     }
-    let (session, resolved) = context.connect_installed(Access::Change).await?;
+    let access = if dry_run { Access::Read } else { Access::Change };
+    let (session, resolved) = context.connect_installed(access).await?;
     let schema = &resolved.target.schema;
     // Ids that are given are looked for among all.
     let limit = if ids.is_empty() { limit } else { i64::MAX };
@@ -150,6 +162,9 @@ async fn change(
         if ids.is_empty() { (held, Vec::new()) } else { ids.into_iter().partition(|id| held.contains(id)) };
     if let Some(id) = missing.first() {
         anyhow::bail!("the DLQ does not hold job {id}");
+    }
+    if dry_run {
+        return would(context, &chosen, operation);
     }
     let what = format!("{} {} held jobs", operation.name(), chosen.len());
     match operation {

@@ -248,7 +248,9 @@ async fn change(context: &Context, which: &Which, operation: &Operation) -> anyh
     let ids = if which.filter.is_empty() {
         which.ids.clone()
     } else {
-        let mut ids: Vec<i64> = list_jobs(&session, schema, &suiting(&which.filter, which.limit, operation))
+        // Ids that are given are looked for among all that match.
+        let limit = if which.ids.is_empty() { which.limit } else { i64::MAX };
+        let mut ids: Vec<i64> = list_jobs(&session, schema, &suiting(&which.filter, limit, operation))
             .await?
             .iter()
             .map(|j| j.id)
@@ -259,12 +261,7 @@ async fn change(context: &Context, which: &Which, operation: &Operation) -> anyh
         ids
     };
     if which.dry_run {
-        let jobs = ids.iter().map(|id| Operated { job_id: *id, done: false, state: None, reason: None }).collect();
-        let changed = Changed { operation: operation.name(), dry_run: true, done: 0, jobs };
-        context.output.print(&changed, |c| {
-            Table::facts([("would", c.operation.to_owned()), ("jobs", thousands(c.jobs.len() as i64))])
-        })?;
-        return Ok(ExitCode::Done);
+        return would(context, &ids, operation);
     }
     let what = format!("{} {} jobs", operation.name(), ids.len());
     match operation {
@@ -280,6 +277,16 @@ async fn change(context: &Context, which: &Which, operation: &Operation) -> anyh
     let changed = Changed { operation: operation.name(), dry_run: false, done, jobs };
     context.output.print(&changed, changed_table)?;
     Ok(if all_done { ExitCode::Done } else { ExitCode::Failed })
+}
+
+/// Says which jobs a change would be for.
+pub(super) fn would(context: &Context, ids: &[i64], operation: &Operation) -> anyhow::Result<ExitCode> {
+    let jobs = ids.iter().map(|id| Operated { job_id: *id, done: false, state: None, reason: None }).collect();
+    let changed = Changed { operation: operation.name(), dry_run: true, done: 0, jobs };
+    context.output.print(&changed, |c| {
+        Table::facts([("would", c.operation.to_owned()), ("jobs", thousands(c.jobs.len() as i64))])
+    })?;
+    Ok(ExitCode::Done)
 }
 
 /// A filter without a state means the states that the operation suits.

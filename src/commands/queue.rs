@@ -34,6 +34,9 @@ enum Command {
         /// Kept among the errors of each job
         #[arg(long)]
         reason: Option<String>,
+        /// Only say how many
+        #[arg(long)]
+        dry_run: bool,
     },
     /// Change what is set for a queue
     #[command(group = clap::ArgGroup::new("change").required(true).multiple(true))]
@@ -74,7 +77,8 @@ pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
         Command::List => list(context).await,
         Command::Pause { queue } => pause(context, queue).await,
         Command::Resume { queue } => resume(context, queue).await,
-        Command::Drain { queue, reason } => drain(context, queue, reason).await,
+        Command::Drain { queue, dry_run: true, .. } => would_drain(context, queue).await,
+        Command::Drain { queue, reason, .. } => drain(context, queue, reason).await,
         Command::Set { queue, enqueue_shards, dlq, dlq_retention, failed_retention } => {
             let change = QueueChange {
                 enqueue_shards,
@@ -157,7 +161,20 @@ fn outcome(context: &Context, outcome: Outcome) -> anyhow::Result<ExitCode> {
 #[derive(Serialize)]
 struct Drained {
     queue: String,
+    dry_run: bool,
     cancelled: u64,
+}
+
+async fn would_drain(context: &Context, queue: String) -> anyhow::Result<ExitCode> {
+    let (session, resolved) = context.connect_installed(Access::Read).await?;
+    let counts = queue_counts(&session, &resolved.target.schema).await?;
+    session.close().await;
+    let waiting = counts.queues.iter().filter(|q| q.queue == queue).map(|q| q.available + q.scheduled + q.retryable);
+    let cancelled = waiting.sum::<i64>().unsigned_abs();
+    context.output.print(&Drained { queue, dry_run: true, cancelled }, |d| {
+        Table::facts([("queue", d.queue.clone()), ("would cancel", thousands(d.cancelled as i64))])
+    })?;
+    Ok(ExitCode::Done)
 }
 
 async fn drain(context: &Context, queue: String, reason: Option<String>) -> anyhow::Result<ExitCode> {
@@ -168,7 +185,7 @@ async fn drain(context: &Context, queue: String, reason: Option<String>) -> anyh
         queues::drain(&session, &resolved.target.schema, &queue, reason.as_deref(), |n| bar.set_position(n)).await?;
     bar.finish_and_clear();
     session.close().await;
-    context.output.print(&Drained { queue, cancelled }, |d| {
+    context.output.print(&Drained { queue, dry_run: false, cancelled }, |d| {
         Table::facts([("queue", d.queue.clone()), ("cancelled", thousands(d.cancelled as i64))])
     })?;
     Ok(ExitCode::Done)

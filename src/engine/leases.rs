@@ -20,7 +20,7 @@ pub enum Answer {
     Complete { payload: Option<RawJson> },
     /// The job failed for good.
     Fail { error: Option<String>, payload: Option<RawJson> },
-    /// The attempt failed; the job is tried again at once while attempts are left.
+    /// The job is tried again at once, with all its attempts.
     Retry { error: Option<String> },
     /// The handler goes on, with this.
     Resume { payload: Option<RawJson> },

@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use serde::Serialize;
+use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, Row};
 
-use super::error::Result;
+use super::error::{EngineError, Result};
 use super::schema::Schema;
 
 /// What is set for a queue.
@@ -50,6 +51,16 @@ fn read(row: &Row) -> Result<QueueSettings> {
     })
 }
 
+/// What SQL refused by the name of a field is wrong input.
+fn refused(error: tokio_postgres::Error) -> EngineError {
+    match error.as_db_error().map(|e| (e.code(), e.column(), e.message())) {
+        Some((&SqlState::CHECK_VIOLATION, Some(field), message)) => {
+            EngineError::invalid(field, message.replacen(field, "it", 1))
+        }
+        _ => error.into(),
+    }
+}
+
 /// Every queue with settings of its own, by name.
 pub async fn settings(client: &Client, schema: &Schema) -> Result<Vec<QueueSettings>> {
     let sql = schema.render(&format!("SELECT {COLUMNS} FROM {{schema}}.queue_meta ORDER BY queue"));
@@ -67,14 +78,15 @@ pub async fn set(client: &Client, schema: &Schema, queue: &str, change: QueueCha
             &sql,
             &[&queue, &change.enqueue_shards, &change.dlq, &secs(change.dlq_retention), &secs(change.failed_retention)],
         )
-        .await?;
+        .await
+        .map_err(refused)?;
     read(&row)
 }
 
 /// Stops claims from a queue; what runs goes on. False when it was paused already.
 pub async fn pause(client: &Client, schema: &Schema, queue: &str, by: &str) -> Result<bool> {
     let sql = schema.render("SELECT {schema}.pause_queue($1, $2)");
-    Ok(client.query_one(&sql, &[&queue, &by]).await?.try_get(0)?)
+    Ok(client.query_one(&sql, &[&queue, &by]).await.map_err(refused)?.try_get(0)?)
 }
 
 /// Lets claims go on. False when it was not paused.

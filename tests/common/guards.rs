@@ -43,8 +43,8 @@ const GUARDS: &[(&str, &str, &str)] = &[
     ("runs_disjoint", "v_disjoint AND p_first_receipts[n] > v_last", "true"),
     (
         "close_predicate",
-        "AND NOT EXISTS (SELECT FROM %1$I.%3$I AS c WHERE c.batch_id = b.batch_id AND c.receipt_ranges @> $1)",
-        "",
+        "WHERE c.batch_id = b.batch_id AND c.receipt_ranges @> p_receipt_id);\n    RETURN v_attempt;",
+        "WHERE false);\n    RETURN v_attempt;",
     ),
     (
         "batch_lock",
@@ -139,7 +139,11 @@ const GUARDS: &[(&str, &str, &str)] = &[
     ("cron_resume", "OR (OLD.paused AND NOT NEW.paused) THEN", "THEN"),
     ("cron_0_5", "greatest(c.cursor_at, c.last_enqueued_at), clock_timestamp()", "c.cursor_at, clock_timestamp()"),
     ("key_order", "ORDER BY j.unique_key, j.ord", "ORDER BY random()"),
-    ("claim_release", "        PERFORM {schema}.release_unique_keys(batch.job_ids, 'running');", "        PERFORM 1;"),
+    (
+        "claim_release",
+        "        PERFORM {schema}.release_unique_keys(p_batch.job_ids, 'running');",
+        "        PERFORM 1;",
+    ),
     ("key_expiry", "ELSIF v_held_until <= clock_timestamp() THEN", "ELSIF false THEN"),
     (
         "key_retention",
@@ -168,6 +172,138 @@ const GUARDS: &[(&str, &str, &str)] = &[
     ),
     ("key_mask", "IF NOT {schema}.holds_key(p_unique_states, p_state) THEN", "IF false THEN"),
     ("key_of_deleted", "WHERE c.unique_key = v_job.unique_key AND c.job_id = v_job.job_id;", "WHERE false;"),
+    (
+        "rescue_try_lock",
+        "pg_try_advisory_xact_lock('{schema}.lease_claim_batches'::regclass::oid::integer, (k.batch_id & 2147483647)::integer) AS ours",
+        "true AS ours",
+    ),
+    (
+        "stale_cursor",
+        "coalesce((SELECT min(c.batch_id) - 1 FROM candidates AS c), (SELECT max(v.batch_id) FROM visited AS v))",
+        "(SELECT max(v.batch_id) FROM visited AS v)",
+    ),
+    (
+        "deadline_cursor",
+        "WHERE NOT EXISTS (SELECT FROM first AS f WHERE (f.deadline_at, f.batch_id) <= (v.deadline_at, v.batch_id))",
+        "",
+    ),
+    ("deadline_ties", "(b.deadline_at, b.batch_id) > (v_after, p_after)", "b.deadline_at > v_after"),
+    ("stale_heartbeat", "v.run_leases[j.n]) AND s.heartbeat_at > p_cutoff)", "v.run_leases[j.n]) AND false)"),
+    ("silent_since", "s.run_lease = i.run_lease AND s.heartbeat_at > p_silent_since);", "false);"),
+    ("stale_cutoff", "WHERE b.batch_id > p_after AND b.claimed_at <= p_cutoff", "WHERE b.batch_id > p_after"),
+    ("rescue_wrap", "                PERFORM setval(v_cursor, 0);", "                NULL;"),
+    (
+        "lease_skip_locked",
+        "LIMIT p_limit\n        FOR UPDATE SKIP LOCKED\n    LOOP",
+        "LIMIT p_limit\n        FOR UPDATE\n    LOOP",
+    ),
+    (
+        "lease_poison",
+        "EXCEPTION WHEN data_exception OR integrity_constraint_violation OR raise_exception OR program_limit_exceeded THEN\n            PERFORM {schema}.finish_job(",
+        "EXCEPTION WHEN no_data THEN\n            PERFORM {schema}.finish_job(",
+    ),
+    (
+        "close_poison",
+        "EXCEPTION WHEN data_exception OR integrity_constraint_violation OR raise_exception OR program_limit_exceeded THEN\n        -- One of them",
+        "EXCEPTION WHEN no_data THEN\n        -- One of them",
+    ),
+    ("superseded", "IF v_holder IS NOT NULL AND v_state IN ('retryable', 'scheduled') THEN", "IF false THEN"),
+    ("last_attempt", "IF p_outcome = 'retryable' AND p_job.attempt >= p_job.max_attempts THEN", "IF false THEN"),
+    ("callback_lock", "WHERE l.callback_id = p_callback_id FOR UPDATE;", "WHERE l.callback_id = p_callback_id;"),
+    (
+        "lease_fence",
+        "WHERE l.job_id = p_job_id AND l.run_lease = p_run_lease AND l.receipt_id = p_receipt_id\n    RETURNING",
+        "WHERE l.job_id = p_job_id AND l.receipt_id = p_receipt_id\n    RETURNING",
+    ),
+    (
+        "lease_receipt",
+        "WHERE l.job_id = p_job_id AND l.run_lease = p_run_lease AND l.receipt_id = p_receipt_id\n    RETURNING",
+        "WHERE l.job_id = p_job_id AND l.run_lease = p_run_lease\n    RETURNING",
+    ),
+    (
+        "materialise_lock",
+        "PERFORM {schema}.lock_claim_batches(ARRAY[p_receipt_id]);\n    -- Lock: the lease row",
+        "-- Lock: the lease row",
+    ),
+    ("deadline_waits", "deadline_at = NULL  -- a deadline", "deadline_at = l.deadline_at  -- a deadline"),
+    (
+        "heartbeat_lock",
+        "PERFORM {schema}.lock_claim_batches(p_receipt_ids);\n    FOR v_slot IN\n        SELECT DISTINCT s.slot\n        FROM",
+        "FOR v_slot IN\n        SELECT DISTINCT s.slot\n        FROM",
+    ),
+    (
+        "heartbeat_fence",
+        "      AND coalesce(b.run_lease, b.run_leases[(i.receipt_id & 1023) + 1]) = i.run_lease\n      AND NOT EXISTS (",
+        "      AND NOT EXISTS (",
+    ),
+    (
+        "heartbeat_closure",
+        "WHERE c.batch_id = i.receipt_id >> 10 AND c.receipt_ranges @> i.receipt_id);\n    RETURN v_places",
+        "WHERE false);\n    RETURN v_places",
+    ),
+    ("heartbeat_progress", "CASE WHEN s.run_lease = excluded.run_lease THEN s.progress END)", "s.progress)"),
+    (
+        "heartbeat_lease",
+        "ON l.job_id = i.job_id AND l.run_lease = i.run_lease AND l.receipt_id = i.receipt_id",
+        "ON l.job_id = i.job_id",
+    ),
+    ("drop_state_fence", "ON d.job_id = i.job_id AND d.run_lease <= i.run_lease", "ON d.job_id = i.job_id"),
+    ("carry_leases", "WHEN 'lease' THEN PERFORM {schema}.carry_leases(p_slot);", "WHEN 'lease' THEN NULL;"),
+    (
+        "lease_pin",
+        "PERFORM pg_advisory_xact_lock_shared('{schema}.lease_ring_slots'::regclass::oid::integer, (v_cursor & 255)::integer);",
+        "",
+    ),
+    ("carry_limit", "IF v_live > c_carry THEN", "IF false THEN"),
+    ("lease_worth", "IF v_live * 2 > v_size THEN", "IF false THEN"),
+    (
+        "old_snapshot",
+        "    IF current_setting('transaction_isolation') <> 'read committed' THEN\n        RAISE EXCEPTION '% needs",
+        "    IF false THEN\n        RAISE EXCEPTION '% needs",
+    ),
+    (
+        "withdraw_tombstone",
+        "        FROM unnest(v_jobs) AS j;\n        RETURN QUERY",
+        "        FROM unnest(v_jobs) AS j HAVING false;\n        RETURN QUERY",
+    ),
+    ("withdraw_lock", "PERFORM pg_advisory_xact_lock('{schema}.queue_lanes'::regclass::oid::integer, p_lane_id);", ""),
+    (
+        "withdraw_unclaimed",
+        "AND r.lane_seq = ANY (p_lane_seqs)\n          AND NOT EXISTS (\n              SELECT FROM",
+        "AND r.lane_seq = ANY (p_lane_seqs)\n          AND EXISTS (\n              SELECT 1 UNION ALL SELECT 1 FROM",
+    ),
+    (
+        "history_lock",
+        "PERFORM pg_advisory_xact_lock('{schema}.terminal_tombstones'::regclass::oid::integer, (p_job_id & 2147483647)::integer);",
+        "",
+    ),
+    (
+        "history_tombstone",
+        "VALUES (p_job_id, p_place.run_lease, p_place.ready_slot, p_place.state, v_job.queue);",
+        "SELECT p_job_id, p_place.run_lease, p_place.ready_slot, p_place.state, v_job.queue WHERE false;",
+    ),
+    ("retry_lease", "v_job.run_lease := v_job.run_lease + 1;\n                IF", "IF"),
+    (
+        "look_again",
+        "v_result.reason := 'no such job';\n            CONTINUE;",
+        "v_result.reason := 'no such job';\n            RETURN v_result;",
+    ),
+    ("fold_failed", "IF v_failed THEN", "IF false THEN"),
+    ("purge_skip_locked", "FOR UPDATE OF q SKIP LOCKED", "FOR UPDATE OF q"),
+    ("pause", "WHERE m.queue = p_queue AND m.paused) THEN", "WHERE false) THEN"),
+    ("promote_fair", "greatest(p_limit / cardinality(v_queues), 1)", "greatest(p_limit - v_moved, 0)"),
+    (
+        "promote_order",
+        "ROW(g.*)::{schema}.deferred_jobs ORDER BY g.run_at, g.job_id)",
+        "ROW(g.*)::{schema}.deferred_jobs ORDER BY g.job_id)",
+    ),
+    (
+        "promote_skip_locked",
+        "LIMIT p_limit\n        FOR UPDATE SKIP LOCKED\n    ),",
+        "LIMIT p_limit\n        FOR UPDATE\n    ),",
+    ),
+    ("aging", "greatest(o.priority - coalesce(floor(", "greatest(o.priority - 0 * coalesce(floor("),
+    ("shard_by_session", "v_shard := pg_backend_pid() % v_shards;", "v_shard := floor(random() * v_shards);"),
 ];
 
 pub fn take_out(text: String) -> String {

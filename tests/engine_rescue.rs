@@ -1,0 +1,582 @@
+//! Rescue: attempts of lost workers and past deadlines are ended, in bounded passes that forget nobody.
+
+mod common;
+
+use common::{Attempt, Batch, Db, Session, attempts, jobs};
+
+/// One pass of one sweep: how many attempts it ended.
+async fn sweep(s: &Session, sweep: &str, limit: i32) -> i32 {
+    s.one(&format!("SELECT {sweep} FROM @rescue('90 seconds', {limit})")).await
+}
+
+/// Makes claims an hour older than they are, and their slot with them.
+async fn age(s: &Session, batches: &[&Batch]) {
+    s.exec("UPDATE @claim_ring_state SET opened_at = clock_timestamp() - interval '1 day'").await;
+    for b in batches {
+        s.exec(&format!(
+            "UPDATE @lease_claim_batches SET claimed_at = claimed_at - interval '1 hour' WHERE batch_id = {}",
+            b.id
+        ))
+        .await;
+    }
+}
+
+/// n batches of `width` jobs.
+async fn claims(s: &Session, n: usize, width: i32) -> Vec<Batch> {
+    let mut batches = vec![];
+    for _ in 0..n {
+        s.enqueue("q", width).await;
+        batches.extend(s.claim("q", width).await);
+    }
+    assert_eq!(batches.len(), n);
+    batches
+}
+
+async fn claims_due(s: &Session, deadlines: &[&str]) -> Vec<Batch> {
+    let batches = claims(s, deadlines.len(), 2).await;
+    for (b, at) in batches.iter().zip(deadlines) {
+        s.exec(&format!("UPDATE @lease_claim_batches SET deadline_at = '{at}' WHERE batch_id = {}", b.id)).await;
+    }
+    batches
+}
+
+async fn state(s: &Session, job: i64) -> String {
+    s.one(&format!("SELECT coalesce((SELECT state::text FROM @find_job({job})), 'none')")).await
+}
+
+async fn running(s: &Session, b: &Batch) -> bool {
+    state(s, b.jobs[0]).await == "running"
+}
+
+async fn hold(s: &Session, b: &Batch) {
+    s.exec(&format!("BEGIN; SELECT @lock_claim_batches(ARRAY[{}])", b.id * 1024)).await;
+}
+
+async fn heartbeat(s: &Session, a: &[Attempt], progress: Option<&str>) -> Vec<String> {
+    let mut told = vec![];
+    for Attempt { slot, receipt, job, lease } in a {
+        let progress = progress.map_or("NULL::jsonb".to_owned(), |p| format!("'{p}'::jsonb"));
+        told.extend(
+            s.all::<String>(&format!(
+                "SELECT reason FROM @heartbeat('{{{slot}}}', '{{{receipt}}}', '{{{job}}}', '{{{lease}}}', ARRAY[{progress}])"
+            ))
+            .await,
+        );
+    }
+    told
+}
+
+#[tokio::test]
+async fn a_pass_looks_at_no_more_batches_than_its_limit_and_the_next_goes_on_there() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    let batches = claims(&s, 10, 2).await;
+    age(&s, &batches.iter().collect::<Vec<_>>()).await;
+    let mut ended = vec![];
+    for _ in 0..12 {
+        ended.push(sweep(&s, "stale", 3).await);
+    }
+    assert!(ended.iter().all(|n| *n <= 6), "{ended:?}");
+    assert_eq!(ended.iter().sum::<i32>(), 20, "{ended:?}");
+    assert_eq!(s.one::<i64>("SELECT count(*) FROM @deferred_jobs WHERE state = 'retryable' AND attempt = 1").await, 20);
+}
+
+#[tokio::test]
+async fn claims_that_are_too_young_are_neither_ended_nor_in_the_way() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    let batches = claims(&s, 6, 1).await;
+    age(&s, &[&batches[1], &batches[5]]).await;
+    // A limit of one: what is too young does not count against it.
+    let mut ended = 0;
+    for _ in 0..4 {
+        ended += sweep(&s, "stale", 1).await;
+    }
+    assert_eq!(ended, 2);
+    for n in [0, 2, 3, 4] {
+        assert_eq!(s.complete(&batches[n].attempts()).await, [], "batch {n}");
+    }
+}
+
+#[tokio::test]
+async fn whoever_gives_signs_of_life_is_passed_over_and_met_again_after_the_wrap() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    let batches = claims(&s, 3, 1).await;
+    age(&s, &batches.iter().collect::<Vec<_>>()).await;
+    assert_eq!(heartbeat(&s, &batches[0].attempts(), None).await, [] as [String; 0]);
+    let mut ended = vec![];
+    for _ in 0..8 {
+        ended.push(sweep(&s, "stale", 1).await);
+    }
+    assert_eq!(ended.iter().sum::<i32>(), 2, "{ended:?}");
+    assert!(running(&s, &batches[0]).await);
+    s.exec("UPDATE @attempt_state SET heartbeat_at = heartbeat_at - interval '1 hour'").await;
+    let mut again = 0;
+    for _ in 0..5 {
+        again += sweep(&s, "stale", 1).await;
+    }
+    assert_eq!(again, 1);
+    assert!(!running(&s, &batches[0]).await);
+}
+
+#[tokio::test]
+async fn a_batch_that_another_session_holds_stops_the_cursor_and_is_ended_later() {
+    let db = Db::new().await;
+    let (s, holder) = (db.session().await, db.session().await);
+    s.exec("SET lock_timeout = '10s'").await;
+    let batches = claims(&s, 4, 1).await;
+    age(&s, &batches.iter().collect::<Vec<_>>()).await;
+    hold(&holder, &batches[1]).await;
+    for _ in 0..8 {
+        sweep(&s, "stale", 1).await;
+    }
+    let open: Vec<bool> =
+        vec![running(&s, &batches[0]).await, running(&s, &batches[1]).await, running(&s, &batches[2]).await];
+    assert_eq!(open, [false, true, true], "the cursor stands before what was not closed");
+    // In one pass that is wide enough its neighbours do not wait for it.
+    assert_eq!(sweep(&s, "stale", 500).await, 2);
+    assert!(running(&s, &batches[1]).await);
+    holder.exec("ROLLBACK").await;
+    assert_eq!(sweep(&s, "stale", 1).await, 1, "it is the next that is looked at");
+}
+
+#[tokio::test]
+async fn deadlines_are_swept_in_their_order_whatever_the_order_of_the_claims() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    let batches = claims_due(&s, &["2020-01-03", "2020-01-02", "2020-01-01", "2999-01-01"]).await;
+    let mut order = vec![];
+    for _ in 0..12 {
+        if sweep(&s, "deadline", 1).await > 0 {
+            for (n, b) in batches.iter().enumerate() {
+                if !running(&s, b).await && !order.contains(&n) {
+                    order.push(n);
+                }
+            }
+        }
+    }
+    assert_eq!(order, [2, 1, 0]);
+    assert_eq!(s.complete(&batches[3].attempts()).await, []);
+}
+
+#[tokio::test]
+async fn of_many_batches_with_one_deadline_none_is_left_behind() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    let batches = claims_due(&s, &["2020-01-01"; 9]).await;
+    // The first ones are closed already, and fill whole passes.
+    for b in &batches[..6] {
+        assert_eq!(s.complete(&b.attempts()).await, []);
+    }
+    let mut ended = vec![];
+    for _ in 0..10 {
+        ended.push(sweep(&s, "deadline", 2).await);
+    }
+    assert_eq!(ended.iter().sum::<i32>(), 6, "{ended:?}");
+    assert!(ended.iter().all(|n| *n <= 4), "{ended:?}");
+}
+
+#[tokio::test]
+async fn a_deadline_that_cannot_be_ended_now_stops_the_cursor() {
+    let db = Db::new().await;
+    let (s, holder) = (db.session().await, db.session().await);
+    s.exec("SET lock_timeout = '10s'").await;
+    let batches = claims_due(&s, &["2020-01-01", "2020-01-01", "2020-01-02"]).await;
+    hold(&holder, &batches[1]).await;
+    for _ in 0..8 {
+        sweep(&s, "deadline", 1).await;
+    }
+    assert_eq!((running(&s, &batches[0]).await, running(&s, &batches[2]).await), (false, true));
+    holder.exec("ROLLBACK").await;
+    assert_eq!(sweep(&s, "deadline", 1).await, 2);
+}
+
+#[tokio::test]
+async fn a_cursor_that_is_lost_or_wrong_costs_nothing_but_time() {
+    for cursor in ["0", "9000000000000000"] {
+        let db = Db::new().await;
+        let s = db.session().await;
+        let batches = claims_due(&s, &["2020-01-01"; 5]).await;
+        age(&s, &batches.iter().collect::<Vec<_>>()).await;
+        let mut ended = 0;
+        for n in 0..16 {
+            ended += sweep(&s, ["stale", "deadline"][n % 2], 1).await;
+            if n < 4 {
+                for which in ["stale", "deadline"] {
+                    s.exec(&format!(
+                        "SELECT setval(@rescue_cursor({}::smallint, '{which}'), {cursor})",
+                        batches[0].claim_slot
+                    ))
+                    .await;
+                }
+            }
+        }
+        // A pass of rescue sweeps both ways; what one of them ended counts once.
+        let closed: i64 = s.one("SELECT sum(job_count) FROM @lease_claim_closure_batches").await;
+        assert_eq!(closed, 10, "cursor {cursor}, seen {ended}");
+        assert_eq!(s.one::<i64>("SELECT count(*) FROM @deferred_jobs").await, 10);
+    }
+}
+
+#[tokio::test]
+async fn claims_of_a_slot_that_opens_again_are_swept_like_the_first() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    let old = claims_due(&s, &["2999-01-01"]).await;
+    s.exec(&format!("UPDATE @lease_claim_batches SET deadline_at = '2020-01-01' WHERE batch_id = {}", old[0].id)).await;
+    assert_eq!(sweep(&s, "deadline", 1).await, 2);
+    assert_eq!(sweep(&s, "deadline", 1).await, 0); // stands at its end now
+    s.rotate("claim").await;
+    assert!(s.prune("claim", old[0].claim_slot.into()).await.0);
+    for _ in 0..8 {
+        if s.rotate("claim").await.1 == old[0].claim_slot {
+            break;
+        }
+        s.prune_all("claim").await;
+    }
+    let new = claims_due(&s, &["2019-01-01"]).await;
+    assert_eq!(new[0].claim_slot, old[0].claim_slot);
+    assert_eq!(sweep(&s, "deadline", 1).await, 2);
+}
+
+/// hardbyte/awa#388: one unique conflict aborted every rescue sweep.
+#[tokio::test]
+async fn one_superseded_attempt_among_fifty_costs_its_neighbours_nothing() {
+    for which in ["stale", "deadline", "callback_timeout"] {
+        let db = Db::new().await;
+        let s = db.session().await;
+        s.enqueue("q", 24).await;
+        let poisoned: i64 = s.one("SELECT job_id FROM @enqueue('k', 'q', unique_key => 'one')").await;
+        s.enqueue("q", 25).await;
+        let all = attempts(&s.claim("q", 50).await);
+        match which {
+            "stale" => {
+                s.exec(
+                    "UPDATE @lease_claim_batches SET claimed_at = '2020-01-01'; UPDATE @claim_ring_state SET opened_at = '2020-01-01'",
+                )
+                .await
+            }
+            "deadline" => s.exec("UPDATE @lease_claim_batches SET deadline_at = '2020-01-01'").await,
+            _ => {
+                for Attempt { slot, receipt, job, lease } in &all {
+                    s.exec(&format!(
+                        "SELECT @wait_for_callback({receipt}, {job}, {lease},
+                             @register_callback({slot}::smallint, {receipt}, {job}, {lease}, '1 hour'))"
+                    ))
+                    .await;
+                }
+                s.exec("UPDATE @leases SET callback_timeout_at = '2020-01-01'").await;
+            }
+        }
+        // Its key got lost, and a newer job took it.
+        s.exec(&format!("DELETE FROM @job_unique_claims WHERE job_id = {poisoned}")).await;
+        let holder: i64 = s.one("SELECT job_id FROM @enqueue('k', 'other', unique_key => 'one')").await;
+        assert_eq!(sweep(&s, which, 500).await, 50, "{which}");
+        assert_eq!(state(&s, poisoned).await, "cancelled", "{which}");
+        let why: String = s
+            .one(&format!("SELECT errors[cardinality(errors)] ->> 'error' FROM @terminal_jobs WHERE id = {poisoned}"))
+            .await;
+        assert!(why.contains(&format!("superseded by job {holder}")), "{why}");
+        assert_eq!(s.one::<i64>("SELECT count(*) FROM @deferred_jobs WHERE state = 'retryable'").await, 49, "{which}");
+        assert_eq!(state(&s, holder).await, "available");
+    }
+}
+
+#[tokio::test]
+async fn one_attempt_that_cannot_be_stored_fails_and_its_neighbours_are_retried() {
+    for which in ["stale", "callback_timeout"] {
+        let db = Db::new().await;
+        let s = db.session().await;
+        let ids = s.enqueue("q", 20).await;
+        let all = attempts(&s.claim("q", 20).await);
+        if which == "stale" {
+            s.exec("UPDATE @lease_claim_batches SET claimed_at = '2020-01-01'; UPDATE @claim_ring_state SET opened_at = '2020-01-01'")
+                .await;
+        } else {
+            for Attempt { slot, receipt, job, lease } in &all {
+                s.exec(&format!(
+                    "SELECT @wait_for_callback({receipt}, {job}, {lease},
+                         @register_callback({slot}::smallint, {receipt}, {job}, {lease}, '1 hour'))"
+                ))
+                .await;
+            }
+            s.exec("UPDATE @leases SET callback_timeout_at = '2020-01-01'").await;
+        }
+        s.exec(&format!("ALTER TABLE @deferred_jobs ADD CONSTRAINT poison CHECK (job_id <> {})", ids[7])).await;
+        assert_eq!(sweep(&s, which, 500).await, 20, "{which}");
+        assert_eq!(state(&s, ids[7]).await, "failed", "{which}");
+        assert_eq!(s.one::<i64>("SELECT count(*) FROM @deferred_jobs").await, 19, "{which}");
+    }
+}
+
+#[tokio::test]
+async fn a_job_whose_worker_is_lost_each_time_backs_off_and_fails_at_its_last_attempt() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    let job: i64 = s.one("SELECT job_id FROM @enqueue('k', 'q', max_attempts => 3)").await;
+    for attempt in 1..=3i16 {
+        assert_eq!(s.claim("q", 1).await[0].attempts, [attempt]);
+        s.exec("UPDATE @lease_claim_batches SET claimed_at = '2020-01-01'; UPDATE @claim_ring_state SET opened_at = '2020-01-01'")
+            .await;
+        assert_eq!(sweep(&s, "stale", 500).await, 1);
+        if attempt < 3 {
+            let seconds = f64::from(1 << attempt);
+            let waits: f64 = s
+                .one("SELECT extract(epoch FROM run_at - (errors[cardinality(errors)] ->> 'at')::timestamptz)::float8 FROM @deferred_jobs")
+                .await;
+            assert!(waits >= seconds && waits <= seconds * 1.25 + 0.001, "attempt {attempt} waits {waits}");
+            s.exec("UPDATE @deferred_jobs SET run_at = '2020-01-01'").await;
+            assert_eq!(s.one::<i32>("SELECT @promote(10)").await, 1);
+        }
+    }
+    assert_eq!(state(&s, job).await, "failed");
+    let told: Vec<String> = s
+        .all("SELECT (e ->> 'attempt') || ' ' || (e ->> 'error') || ' ' || ((e ->> 'at')::timestamptz <= clock_timestamp())
+              FROM @terminal_jobs, unnest(errors) WITH ORDINALITY AS x (e, n) ORDER BY n")
+        .await;
+    let lost = "the worker was lost: no sign of life for 00:01:30 true";
+    assert_eq!(told, [format!("1 {lost}"), format!("2 {lost}"), format!("3 {lost}")]);
+}
+
+#[tokio::test]
+async fn progress_outlives_rescue_and_retry_and_ends_with_completion() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    s.enqueue("q", 1).await;
+    let first = attempts(&s.claim("q", 1).await);
+    assert_eq!(heartbeat(&s, &first, Some(r#"{"at": 1}"#)).await, [] as [String; 0]);
+    s.exec("UPDATE @lease_claim_batches SET claimed_at = '2020-01-01'; UPDATE @claim_ring_state SET opened_at = '2020-01-01';
+            UPDATE @attempt_state SET heartbeat_at = '2020-01-01'")
+        .await;
+    assert_eq!(sweep(&s, "stale", 500).await, 1);
+    assert_eq!(s.one::<i64>("SELECT count(*) FROM @attempt_state").await, 0);
+    for round in 0..2 {
+        assert_eq!(s.one::<String>("SELECT progress ->> 'at' FROM @deferred_jobs").await, "1", "round {round}");
+        s.exec("UPDATE @deferred_jobs SET run_at = '2020-01-01'; SELECT @promote(1)").await;
+        let again = attempts(&s.claim("q", 1).await);
+        // The second is failed by its own worker, which said nothing new.
+        assert_eq!(s.close(&again, "retryable", Some("no"), "0").await, []);
+    }
+    s.exec("UPDATE @deferred_jobs SET run_at = '2020-01-01'; SELECT @promote(1)").await;
+    let last = attempts(&s.claim("q", 1).await);
+    assert_eq!(s.complete(&last).await, []);
+    assert_eq!(s.one::<Option<String>>("SELECT progress::text FROM @terminal_jobs").await, None);
+}
+
+#[tokio::test]
+async fn of_two_rescues_at_once_one_ends_an_attempt_and_the_other_waits_for_nobody() {
+    let db = Db::new().await;
+    let (a, b) = (db.session().await, db.session().await);
+    b.exec("SET lock_timeout = '10s'").await;
+    let batches = claims_due(&a, &["2020-01-01", "2020-01-01"]).await;
+    a.exec("BEGIN").await;
+    assert_eq!(sweep(&a, "deadline", 500).await, 4);
+    assert_eq!(sweep(&b, "deadline", 500).await, 0);
+    a.exec("ROLLBACK").await;
+    assert_eq!(sweep(&b, "deadline", 500).await, 4, "the rollback of one costs the other nothing");
+    assert_eq!(sweep(&a, "deadline", 500).await, 0);
+    assert_eq!(retried_once(&a).await, 4);
+    assert_eq!(a.complete(&attempts(&batches)).await.len(), 4, "their workers are told");
+}
+
+async fn retried_once(s: &Session) -> i64 {
+    s.one("SELECT count(*) FROM @deferred_jobs WHERE attempt = 1").await
+}
+
+#[tokio::test]
+async fn an_attempt_that_completes_while_a_rescue_looks_at_it_is_not_retried() {
+    let db = Db::new().await;
+    let (worker, s) = (db.session().await, db.session().await);
+    s.exec("SET lock_timeout = '10s'").await;
+    let batches = claims_due(&s, &["2020-01-01"]).await;
+    worker.exec("BEGIN").await;
+    assert_eq!(worker.complete(&batches[0].attempts()).await, []);
+    assert_eq!(sweep(&s, "deadline", 500).await, 0, "it is late and not lost");
+    worker.exec("COMMIT").await;
+    assert_eq!(sweep(&s, "deadline", 500).await, 0);
+    assert_eq!(s.one::<i64>("SELECT count(*) FROM @deferred_jobs").await, 0);
+}
+
+#[tokio::test]
+async fn a_sign_of_life_between_the_look_and_the_lock_is_heeded() {
+    let db = Db::new().await;
+    let (s, worker, gate) = (db.session().await, db.session().await, db.session().await);
+    let batches = claims(&s, 1, 2).await;
+    age(&s, &[&batches[0]]).await;
+    // A gate behind the look.
+    let look = format!("stale_scan_in_{}", batches[0].claim_slot);
+    s.exec(&format!(
+        "ALTER FUNCTION @{look} RENAME TO ungated_look;
+         CREATE FUNCTION @{look}(bigint, timestamptz, integer) RETURNS @rescue_scan LANGUAGE plpgsql AS $$
+         DECLARE v @rescue_scan := @ungated_look($1, $2, $3);
+         BEGIN PERFORM pg_advisory_xact_lock(42); RETURN v; END $$"
+    ))
+    .await;
+    gate.exec("SELECT pg_advisory_lock(42)").await;
+    let pid = s.pid().await;
+    let rescue = s.spawn("SELECT stale FROM @rescue()");
+    db.until_waiting(pid).await;
+    assert_eq!(heartbeat(&worker, &batches[0].attempts()[..1], None).await, [] as [String; 0]);
+    gate.exec("SELECT pg_advisory_unlock(42)").await;
+    assert_eq!(rescue.await.unwrap().unwrap()[0].get::<_, i32>(0), 1);
+    assert_eq!(state(&s, batches[0].jobs[0]).await, "running");
+    assert_eq!(state(&s, batches[0].jobs[1]).await, "retryable");
+}
+
+#[tokio::test]
+async fn a_claim_slot_is_pruned_only_after_its_last_attempt_was_rescued() {
+    let db = Db::new().await;
+    let (s, rescuer) = (db.session().await, db.session().await);
+    let batches = claims_due(&s, &["2020-01-01"]).await;
+    let slot = i32::from(batches[0].claim_slot);
+    s.rotate("claim").await;
+    assert_eq!(s.prune("claim", slot).await.1, "open_claims");
+    rescuer.exec("BEGIN").await;
+    assert_eq!(sweep(&rescuer, "deadline", 500).await, 2);
+    assert_eq!(s.prune("claim", slot).await.1, "open_claims", "not yet committed");
+    rescuer.exec("ROLLBACK").await;
+    assert_eq!(s.prune("claim", slot).await.1, "open_claims");
+    assert_eq!(sweep(&rescuer, "deadline", 500).await, 2);
+    assert!(s.prune("claim", slot).await.0);
+    assert_eq!(retried_once(&s).await, 2);
+}
+
+#[tokio::test]
+async fn a_rescue_that_waited_for_a_prune_finds_nothing_and_says_so() {
+    let db = Db::new().await;
+    let (pruner, rescuer) = (db.session().await, db.session().await);
+    let batches = claims_due(&pruner, &["2020-01-01"]).await;
+    assert_eq!(sweep(&rescuer, "deadline", 500).await, 2);
+    pruner.rotate("claim").await;
+    pruner.exec("BEGIN").await;
+    assert!(pruner.prune("claim", batches[0].claim_slot.into()).await.0);
+    let waiting = rescuer.spawn("SELECT stale + deadline FROM @rescue('0 seconds')");
+    db.until_waiting(rescuer_pid(&db, &waiting).await).await;
+    pruner.exec("COMMIT").await;
+    assert_eq!(waiting.await.unwrap().unwrap()[0].get::<_, i32>(0), 0);
+}
+
+/// The backend that waits; there is only one.
+async fn rescuer_pid<T>(db: &Db, _: &T) -> i32 {
+    db.until("SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))")
+        .await;
+    db.one("SELECT pid FROM pg_locks WHERE NOT granted AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) LIMIT 1").await
+}
+
+#[tokio::test]
+async fn what_is_rescued_while_a_prune_waits_for_the_partition_is_neither_lost_nor_doubled() {
+    let db = Db::new().await;
+    let (s, reader, pruner) = (db.session().await, db.session().await, db.session().await);
+    let batches = claims_due(&s, &["2020-01-01"]).await;
+    let slot = batches[0].claim_slot;
+    s.rotate("claim").await;
+    assert_eq!(sweep(&s, "deadline", 500).await, 2);
+    // Between its proofs the pruner waits for a reader, and a rescue waits behind the pruner.
+    reader.exec(&format!("BEGIN; SELECT count(*) FROM @lease_claim_batches_{slot}")).await;
+    let prune = pruner.spawn(&format!("SELECT pruned FROM @prune('claim', {slot}::smallint, '1 minute')"));
+    rescuer_pid(&db, &()).await;
+    let rescue = s.spawn("SELECT stale + deadline FROM @rescue('0 seconds')");
+    db.until(
+        "SELECT count(*) = 2 FROM pg_locks WHERE NOT granted AND database = (SELECT oid FROM pg_database WHERE datname = current_database())",
+    )
+    .await;
+    reader.exec("COMMIT").await;
+    assert!(prune.await.unwrap().unwrap()[0].get::<_, bool>(0));
+    assert_eq!(rescue.await.unwrap().unwrap()[0].get::<_, i32>(0), 0);
+    assert_eq!(retried_once(&s).await, 2);
+}
+
+#[tokio::test]
+async fn rescue_and_prune_at_the_same_partitions_lose_no_job() {
+    rescue_against_prune(60, 100).await;
+}
+
+#[tokio::test]
+#[ignore = "minutes; the long twin of the test before"]
+async fn rescue_and_prune_at_the_same_partitions_lose_no_job_for_long() {
+    rescue_against_prune(4000, 6000).await;
+}
+
+/// Workers that abandon or complete what they claim, rescuers that take it from them at once, rotators and pruners, all as
+/// fast as they can. A partition truncated with an open claim in it would lose that job, and the sum at the end with it.
+async fn rescue_against_prune(rounds: usize, jobs_in_all: i32) {
+    let db = Db::new().await;
+    let s = db.session().await;
+    let all = s.enqueue("q", jobs_in_all).await;
+    // Never out of attempts.
+    s.exec("UPDATE @ready_entries SET max_attempts = 1000").await;
+    let mut tasks = vec![];
+    for n in 0..2usize {
+        let w = db.session().await;
+        tasks.push(tokio::spawn(async move {
+            let mut won = vec![];
+            for round in 0..rounds {
+                let Some(batches) = w.try_claim("q", 3, false).await.unwrap() else { continue };
+                if (round + n) % 3 != 0 {
+                    let mine = attempts(&batches);
+                    let lost: Vec<i32> = w.complete(&mine).await.iter().map(|l| l.0).collect();
+                    won.extend((1..).zip(&mine).filter(|(place, _)| !lost.contains(place)).map(|(_, a)| a.job));
+                }
+            }
+            won
+        }));
+    }
+    for _ in 0..2 {
+        let r = db.session().await;
+        tasks.push(tokio::spawn(async move {
+            for _ in 0..rounds {
+                r.exec("SELECT @rescue('0 seconds', 2)").await;
+                r.exec("UPDATE @deferred_jobs SET run_at = '2020-01-01'; SELECT @promote(100)").await;
+            }
+            vec![]
+        }));
+        let p = db.session().await;
+        tasks.push(tokio::spawn(async move {
+            for _ in 0..rounds {
+                for ring in ["claim", "queue"] {
+                    p.rotate(ring).await;
+                    p.prune_all(ring).await;
+                }
+            }
+            vec![]
+        }));
+    }
+    let mut won = vec![];
+    for task in tasks {
+        won.extend(task.await.unwrap());
+    }
+    // Now without any hurry.
+    for _ in 0..200 {
+        s.exec("SELECT @rescue('0 seconds')").await;
+        s.exec("UPDATE @deferred_jobs SET run_at = '2020-01-01'; SELECT @promote(10000)").await;
+        won.extend(s.drain("q").await);
+        if won.len() >= all.len() {
+            break;
+        }
+    }
+    assert_eq!(common::sorted(won), all, "every job completes exactly once");
+    let left: i64 =
+        s.one("SELECT coalesce(sum(job_count), 0)::bigint FROM @queue_counts() WHERE state <> 'completed'").await;
+    assert_eq!(left, 0);
+}
+
+#[tokio::test]
+async fn a_lease_whose_worker_is_lost_or_late_is_ended_like_any_other() {
+    for which in ["stale", "deadline"] {
+        let db = Db::new().await;
+        let (s, holder) = (db.session().await, db.session().await);
+        s.exec("SET lock_timeout = '10s'").await;
+        let ids = s.enqueue("q", 3).await;
+        s.exec("SELECT @claim('q', 3, '1 hour', 'w', p_receipts => false)").await;
+        let column = if which == "stale" { "alive_at" } else { "deadline_at" };
+        s.exec(&format!("UPDATE @leases SET {column} = '2020-01-01'")).await;
+        // One of them is being worked on.
+        holder.exec(&format!("BEGIN; SELECT FROM @leases WHERE job_id = {} FOR UPDATE", ids[0])).await;
+        assert_eq!(sweep(&s, which, 500).await, 2, "{which}");
+        holder.exec("COMMIT").await;
+        assert_eq!(sweep(&s, which, 500).await, 1, "{which}");
+        assert_eq!(retried_once(&s).await, 3);
+        assert_eq!(jobs(&s.claim("q", 3).await), [] as [i64; 0]);
+    }
+}
