@@ -135,8 +135,10 @@ async fn cancellation_wakes_every_waiter_and_the_first_reason_stays() {
 async fn a_blocking_handler_leaves_the_other_jobs_their_thread() {
     // This runtime has a single thread, so blocking it would hang the deadline too.
     let stopped = Arc::new(AtomicBool::new(false));
-    let seen = Arc::clone(&stopped);
+    let started = Arc::new(AtomicBool::new(false));
+    let (seen, began) = (Arc::clone(&stopped), Arc::clone(&started));
     let worker = blocking_fn("k", move |ctx| {
+        began.store(true, Ordering::SeqCst);
         while !ctx.is_cancelled() {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -146,7 +148,11 @@ async fn a_blocking_handler_leaves_the_other_jobs_their_thread() {
     let ctx = context("{}");
     let outcome = within(run_guarded(&worker, &ctx, Some(Duration::from_millis(5)))).await;
     assert_eq!(outcome, Outcome::retry(DEADLINE_EXCEEDED));
-    until("the closure sees that it was given up", || stopped.load(Ordering::SeqCst)).await;
+    // On a slow machine the deadline may pass before the closure has a thread; then it never starts.
+    until("the closure sees that it was given up", || {
+        stopped.load(Ordering::SeqCst) || !started.load(Ordering::SeqCst)
+    })
+    .await;
 }
 
 #[test]
