@@ -339,6 +339,46 @@ async fn a_job_whose_worker_is_lost_each_time_backs_off_and_fails_at_its_last_at
     assert_eq!(told, [format!("1 {lost}"), format!("2 {lost}"), format!("3 {lost}")]);
 }
 
+/// hardbyte/awa PR 435: one way to fail ignored max_attempts (attempt 653 of 2).
+#[tokio::test]
+async fn whatever_ends_them_a_job_gets_exactly_as_many_attempts_as_it_may_have() {
+    for which in ["stale", "deadline", "callback_timeout", "retry_after", "in turn"] {
+        let db = Db::new().await;
+        let s = db.session().await;
+        let job: i64 = s.one("SELECT job_id FROM @enqueue('k', 'q', max_attempts => 4)").await;
+        let mut runs = 0;
+        while runs < 10 {
+            let claimed = attempts(&s.claim("q", 1).await);
+            let Some(&a) = claimed.first() else { break };
+            let way = match which {
+                "in turn" => ["retry_after", "callback_timeout", "deadline", "stale"][runs % 4],
+                other => other,
+            };
+            runs += 1;
+            let Attempt { slot, receipt, lease, .. } = a;
+            match way {
+                "retry_after" => assert_eq!(s.close(&[a], "retryable", Some("later"), "1 second").await, []),
+                "stale" => age(&s, &[&Batch { id: receipt / 1024, ..batch() }]).await,
+                "deadline" => s.exec("UPDATE @lease_claim_batches SET deadline_at = '2020-01-01'").await,
+                _ => {
+                    s.exec(&format!(
+                        "SELECT @wait_for_callback({receipt}, {job}, {lease},
+                             @register_callback({slot}::smallint, {receipt}, {job}, {lease}, '1 microsecond'))"
+                    ))
+                    .await
+                }
+            }
+            s.exec("SELECT @rescue(); UPDATE @deferred_jobs SET run_at = '2020-01-01'; SELECT @promote(10)").await;
+        }
+        assert_eq!((runs, state(&s, job).await.as_str()), (4, "failed"), "{which}");
+        assert_eq!(s.one::<i64>("SELECT cardinality(errors)::bigint FROM @terminal_jobs").await, 4, "{which}");
+    }
+}
+
+fn batch() -> Batch {
+    Batch { id: 0, claim_slot: 0, priority: 0, jobs: vec![], leases: vec![], attempts: vec![] }
+}
+
 #[tokio::test]
 async fn progress_outlives_rescue_and_retry_and_ends_with_completion() {
     let db = Db::new().await;
