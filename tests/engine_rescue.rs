@@ -82,6 +82,37 @@ async fn a_pass_looks_at_no_more_batches_than_its_limit_and_the_next_goes_on_the
 }
 
 #[tokio::test]
+async fn a_pass_over_many_slots_locks_no_more_than_twice_its_limit_and_forgets_no_slot() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    for _ in 0..6 {
+        let batches = claims(&s, 5, 1).await;
+        age(&s, &batches.iter().collect::<Vec<_>>()).await;
+        s.rotate("claim").await;
+    }
+    s.exec("UPDATE @claim_ring_state SET opened_at = '2020-01-01'").await;
+    let (mut ended, mut locked) = (vec![], vec![]);
+    // At worst one slot after the other takes a pass to end, and one to see that.
+    for _ in 0..200 {
+        s.exec("BEGIN").await;
+        ended.push(sweep(&s, "stale", 3).await);
+        locked.push(
+            s.one::<i64>(
+                "SELECT count(*) FROM pg_locks
+                 WHERE locktype = 'advisory' AND pid = pg_backend_pid() AND classid = '@lease_claim_batches'::regclass",
+            )
+            .await,
+        );
+        s.exec("COMMIT").await;
+        if ended.iter().sum::<i32>() == 30 {
+            break;
+        }
+    }
+    assert_eq!(ended.iter().sum::<i32>(), 30, "{ended:?}");
+    assert!(locked.iter().all(|n| *n < 6), "{locked:?}");
+}
+
+#[tokio::test]
 async fn claims_that_are_too_young_are_neither_ended_nor_in_the_way() {
     let db = Db::new().await;
     let s = db.session().await;
