@@ -97,6 +97,51 @@ fn skipped_lines_are_reported_and_their_neighbours_enqueued() {
 }
 
 #[test]
+fn a_unique_job_is_enqueued_once_and_the_duplicates_name_it() {
+    let url = database("cli_unique");
+    let enqueue = |args: &[&str]| run(&url, &[&["-o", "json", "enqueue", "mail"], args].concat());
+    let report = done(&enqueue(&["{\"to\": 1}", "--unique", "kind,args", "--count", "3"]));
+    let id = &report["job_ids"][0];
+    assert_eq!(
+        (&report["enqueued"], &report["duplicates_of"]),
+        (&1.into(), &Value::from(vec![id.clone(), id.clone()]))
+    );
+    assert_eq!(done(&enqueue(&["{\"to\":1.0}", "--unique", "kind,args"]))["enqueued"], 1, "other arguments");
+    assert_eq!(done(&enqueue(&["{\"to\": 1}", "--unique", "args,period=1000d"]))["enqueued"], 1, "another key");
+    let table = run(&url, &["enqueue", "mail", "{\"to\": 1}", "--unique", "args,period=1000d"]);
+    assert!(String::from_utf8_lossy(&table.stdout).contains("duplicates"));
+
+    let lines = "{\"kind\":\"mail\",\"args\":{\"to\":2},\"unique\":{}}\n{\"kind\":\"mail\"}\n\
+                 {\"kind\":\"mail\",\"args\":{\"to\" : 2},\"unique\":{\"by_args\":true}}\n";
+    let output = enqueue_lines(&url, lines, &[]);
+    let report = done(&output);
+    assert_eq!((&report["enqueued"], &report["duplicates"]), (&2.into(), &1.into()));
+    assert_eq!(report["duplicate_lines"][0]["line"], 3);
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        told.contains(&format!("line 3: a duplicate of job {}", report["duplicate_lines"][0]["duplicate_of"])),
+        "{told}"
+    );
+}
+
+#[test]
+fn what_is_wrong_about_uniqueness_is_named() {
+    let url = database("cli_unique_bad");
+    for (parts, named) in [("kind,arg", "did you mean args"), ("period=1500ms", "`1500ms`"), ("states=done", "`done`")]
+    {
+        let output = run(&url, &["enqueue", "mail", "--unique", parts]);
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(2) && told.contains(named), "{told}");
+    }
+    let output = enqueue_lines(&url, "{\"kind\":\"a\",\"unique\":{\"states\":[\"avaliable\"]}}\n", &[]);
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        output.status.code() == Some(1) && told.contains("line 1: ") && told.contains("did you mean available"),
+        "{told}"
+    );
+}
+
+#[test]
 fn workers_run_what_was_enqueued_and_drain_on_sigterm() {
     let url = database("cli_work");
     done(&run(&url, &["enqueue", "ping", "--count", "300", "--priority", "1"]));

@@ -111,7 +111,8 @@ async fn produce(url: String, seed: u64, mut stop: tokio::sync::watch::Receiver<
         while !*stop.borrow_and_update() {
             let jobs: Vec<NewJob> = (0..rng.random_range(1..40)).map(|_| job(&mut rng)).collect();
             let Ok(transaction) = session.transaction().await else { break };
-            let Ok(ids) = bulk.run(&transaction, &jobs).await else { break };
+            let Ok(new) = bulk.run(&transaction, &jobs).await else { break };
+            let ids = new.iter().map(|job| job.job_id);
             if rng.random_bool(0.1) {
                 if transaction.rollback().await.is_err() {
                     break;

@@ -49,7 +49,7 @@ async fn an_attempt_named_twice_in_one_call_wins_once() {
     let db = Db::new().await;
     let (s, a) = claimed(&db, 3).await;
     let lost = s.complete(&[a[0], a[1], a[0], a[2], a[1]]).await;
-    assert_eq!(places(&lost), [3, 5], "{lost:?}");
+    assert_eq!(lost, [(3, "named twice in one call".to_owned()), (5, "named twice in one call".to_owned())]);
     assert_eq!(completed(&s).await.len(), 3);
     let (t, b) = claimed(&db, 2).await;
     assert_eq!(places(&t.close(&[b[0], b[0], b[1]], "failed", None, "0").await), [2]);
@@ -244,11 +244,16 @@ async fn a_completion_after_its_claim_slot_was_pruned_and_reopened_loses() {
 }
 
 #[tokio::test]
-async fn a_slot_that_does_not_exist_costs_only_the_attempt_that_names_it() {
+async fn a_slot_that_does_not_exist_loses_and_its_neighbours_win() {
     let db = Db::new().await;
-    let (s, a) = claimed(&db, 2).await;
-    let call = [a[0], Attempt { slot: 99, ..a[1] }];
-    assert_eq!(places(&s.close(&call, "failed", None, "0").await), [2]);
+    let (s, a) = claimed(&db, 4).await;
+    let call = [a[0], Attempt { slot: 99, ..a[1] }, Attempt { slot: -1, ..a[2] }];
+    let lost = s.complete(&call).await;
+    assert_eq!(places(&lost), [2, 3]);
+    assert!(lost.iter().all(|l| l.1.starts_with("no such receipt")), "{lost:?}");
+    assert_eq!(places(&s.close(&call, "failed", None, "0").await), [1, 2, 3]);
+    let unknown: Vec<Attempt> = a[1..].iter().map(|a| Attempt { slot: 99, ..*a }).collect();
+    assert_eq!(places(&s.complete_runs(&[&unknown]).await), [1, 2, 3]);
     assert_eq!(s.complete(&a[1..]).await, []);
 }
 
@@ -368,4 +373,120 @@ async fn finished_jobs_are_shown_once_each_also_from_batches_with_gaps() {
         .map(|(n, id)| format!("{id}k{n}{n}{}11q", if n == 0 || n == 10 { "failed" } else { "completed" }))
         .collect();
     assert_eq!(shown, expected);
+}
+
+#[tokio::test]
+async fn a_run_partly_closed_by_another_session_loses_only_that_part() {
+    for closed in [0..3, 4..6, 7..10] {
+        let db = Db::odd().await;
+        let (s, a) = claimed(&db, 10).await;
+        let t = db.session().await;
+        s.exec("BEGIN").await;
+        assert_eq!(s.close(&a[closed.clone()], "failed", None, "0").await, []);
+        let (other, all, pid) = (t.clone(), a.clone(), t.pid().await);
+        let second = tokio::spawn(async move { other.complete_runs(&[&all]).await });
+        db.until_waiting(pid).await;
+        s.exec("COMMIT").await;
+        let expected: Vec<_> = closed.clone().map(|n| (n as i32 + 1, "already closed: failed".to_owned())).collect();
+        assert_eq!(second.await.unwrap(), expected);
+        assert_eq!(completed(&s).await.len(), 10 - closed.len());
+        assert_eq!(s.one::<i64>("SELECT count(*) FROM @terminal_jobs").await, 10);
+    }
+}
+
+#[tokio::test]
+async fn a_close_after_a_run_loses_every_attempt_of_it() {
+    let db = Db::odd().await;
+    let (s, a) = claimed(&db, 10).await;
+    let t = db.session().await;
+    s.exec("BEGIN").await;
+    assert_eq!(s.complete_runs(&[&a[2..8]]).await, []);
+    let (other, all, pid) = (t.clone(), a.clone(), t.pid().await);
+    let second = tokio::spawn(async move { other.close(&all, "cancelled", None, "0").await });
+    db.until_waiting(pid).await;
+    s.exec("COMMIT").await;
+    assert_eq!(places(&second.await.unwrap()), [3, 4, 5, 6, 7, 8]);
+    assert_eq!(completed(&s).await, a[2..8].iter().map(|a| a.job).collect::<Vec<_>>());
+    assert_eq!(s.one::<i64>("SELECT count(*) FROM @terminal_jobs").await, 10);
+}
+
+#[tokio::test]
+async fn a_run_across_two_closures_loses_both_and_wins_between() {
+    let db = Db::new().await;
+    let (s, a) = claimed(&db, 12).await;
+    assert_eq!(s.complete_runs(&[&a[1..3]]).await, []);
+    assert_eq!(s.close(&a[6..8], "failed", None, "0").await, []);
+    let lost = s.complete_runs(&[&a]).await;
+    assert_eq!(places(&lost), [2, 3, 7, 8]);
+    assert_eq!((&*lost[0].1, &*lost[3].1), ("already closed: completed", "already closed: failed"));
+    assert_eq!(completed(&s).await.len(), 10);
+}
+
+#[tokio::test]
+async fn a_run_with_a_wrong_job_lease_or_receipt_in_it_loses_only_there() {
+    let db = Db::odd().await;
+    let (s, good) = claimed(&db, 8).await;
+    let mut a = good.clone();
+    a[3].job = a[4].job;
+    let lost = s.complete_runs(&[&a[..6]]).await;
+    assert_eq!(places(&lost), [4]);
+    assert!(lost[0].1.contains("is of job"), "{lost:?}");
+    let stale: Vec<Attempt> = good[6..].iter().map(|a| Attempt { lease: a.lease + 1, ..*a }).collect();
+    let lost = s.complete_runs(&[&stale]).await;
+    assert_eq!(places(&lost), [1, 2]);
+    assert!(lost.iter().all(|l| l.1.starts_with("stale run_lease")), "{lost:?}");
+    let beyond: Vec<Attempt> = good[6..]
+        .iter()
+        .cycle()
+        .take(4)
+        .enumerate()
+        .map(|(n, a)| Attempt { receipt: good[6].receipt + n as i64, ..*a })
+        .collect();
+    let lost = s.complete_runs(&[&good[3..4], &beyond]).await;
+    assert_eq!(places(&lost), [4, 5], "{lost:?}");
+    assert_eq!(completed(&s).await.len(), 8);
+}
+
+#[tokio::test]
+async fn runs_of_a_batch_with_several_leases_win_where_the_lease_is_right() {
+    let db = Db::new().await;
+    let (s, a) = claimed(&db, 2).await;
+    assert_eq!(s.close(&a, "retryable", None, "0").await, []);
+    s.one::<i32>("SELECT @promote(10)").await;
+    s.enqueue("q", 2).await;
+    let b = attempts(&s.claim("q", 4).await);
+    assert_eq!(b.iter().map(|b| b.lease).collect::<Vec<_>>(), [2, 2, 1, 1]);
+    let wrong = Attempt { lease: 1, ..b[1] };
+    assert_eq!(places(&s.complete_runs(&[&b[..1], &[wrong, b[2], b[3]]]).await), [2]);
+    assert_eq!(s.complete_runs(&[&b[1..2]]).await, []);
+    assert_eq!(completed(&s).await.len(), 4);
+}
+
+#[tokio::test]
+async fn runs_of_one_call_share_a_closure_and_those_that_overlap_win_once() {
+    let db = Db::odd().await;
+    let (s, a) = claimed(&db, 12).await;
+    assert_eq!(s.complete_runs(&[&a[..2], &a[3..5]]).await, []);
+    assert_eq!(s.one::<i64>("SELECT count(*) FROM @lease_claim_closure_batches").await, 1);
+    let lost = s.complete_runs(&[&a[5..9], &a[8..12]]).await;
+    assert_eq!(lost, [(5, "named twice in one call".to_owned())]);
+    assert_eq!(places(&s.complete_runs(&[&a[2..3], &a[2..3], &a[..1]]).await), [2, 3]);
+    assert_eq!(completed(&s).await.len(), 12);
+    for broken in [
+        "'{0}', '{1024}', '{1}', '{2}', '{1}'",
+        "'{0}', '{2047}', '{1}', '{2}', '{1,2}'",
+        "'{0}', '{1024}', '{1}', '{0}', '{}'",
+    ] {
+        assert!(s.try_exec(&format!("SELECT @complete_runs({broken})")).await.is_err(), "{broken}");
+    }
+}
+
+#[tokio::test]
+async fn a_run_releases_the_unique_keys_of_its_jobs() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    s.exec("SELECT @enqueue('k', 'q', unique_key => decode(g::text, 'escape'), unique_states => B'11100000') FROM generate_series(1, 5) AS g").await;
+    let a = attempts(&s.claim("q", 5).await);
+    assert_eq!(s.complete_runs(&[&a[1..4]]).await, []);
+    assert_eq!(s.one::<i64>("SELECT count(*) FROM @job_unique_claims").await, 2);
 }

@@ -389,3 +389,33 @@ async fn finished_jobs_are_read_without_jit() {
     let off = "SELECT 'jit=off' = ANY (proconfig) FROM pg_proc WHERE proname = 'terminal_jobs_in' AND pronargs = 2";
     assert!(s.one::<bool>(off).await);
 }
+
+#[tokio::test]
+async fn folding_the_deltas_of_pruned_slots_changes_no_count_and_waits_for_old_transactions() {
+    let db = Db::new().await;
+    let (s, old) = (db.session().await, db.session().await);
+    for _ in 0..4 {
+        s.enqueue("q", 3).await;
+        s.drain("q").await;
+        s.rotate("queue").await;
+        s.rotate("claim").await;
+        s.exec("SELECT @advance_idle_cursors()").await;
+        s.prune_all("claim").await;
+        s.prune_all("queue").await;
+    }
+    let count = "SELECT job_count FROM @queue_counts() WHERE state = 'completed'";
+    assert_eq!(s.one::<i64>(count).await, 12);
+    old.exec("BEGIN; SELECT pg_current_xact_id()").await;
+    // As if it had been open for long.
+    s.exec(
+        "CREATE OR REPLACE FUNCTION @oldest_pin() RETURNS interval LANGUAGE sql AS $$ SELECT interval '6 seconds' $$",
+    )
+    .await;
+    assert_eq!(s.one::<i64>("SELECT @fold_terminal_rollups(1)").await, 0);
+    s.exec("CREATE OR REPLACE FUNCTION @oldest_pin() RETURNS interval LANGUAGE sql AS $$ SELECT interval '0' $$").await;
+    assert_eq!(s.one::<i64>("SELECT @fold_terminal_rollups(5)").await, 0, "not worth it yet");
+    assert_eq!(s.one::<i64>("SELECT @fold_terminal_rollups(1)").await, 4);
+    assert_eq!(s.one::<i64>(count).await, 12);
+    assert_eq!(s.one::<i64>("SELECT count(*) FROM @queue_terminal_rollup_deltas").await, 0);
+    assert_eq!(s.one::<i64>("SELECT @fold_terminal_rollups(1)").await, 0);
+}

@@ -181,6 +181,7 @@ async fn a_key_is_released_by_completion_unless_its_mask_keeps_it_and_then_with_
     let (again, true) = enqueue_unique(&s, 2, DEFAULT).await else { panic!("released: {given}") };
     assert!(enqueue_unique(&s, 3, DEFAULT).await.1, "{failed}");
     assert_eq!(enqueue_unique(&s, 4, DEFAULT).await, (failed_kept, false));
+    s.exec("INSERT INTO @queue_meta (queue, unique_retention) VALUES ('q', '0')").await;
     s.rotate("queue").await;
     assert!(!s.prune("queue", 0).await.0);
     let b = attempts(&s.claim("q", 10).await);

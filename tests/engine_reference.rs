@@ -522,7 +522,10 @@ impl Play<'_> {
 
         let rows = self
             .session
-            .rows("SELECT get_byte(unique_key, 0), job_id FROM @job_unique_claims ORDER BY 1", &[])
+            .rows(
+                "SELECT get_byte(unique_key, 0), job_id FROM @job_unique_claims WHERE held_until IS NULL ORDER BY 1",
+                &[],
+            )
             .await
             .unwrap();
         let holders: BTreeMap<u8, i64> = rows.iter().map(|r| (r.get::<_, i32>(0) as u8, r.get(1))).collect();
@@ -546,6 +549,8 @@ async fn play(seed: u64, cases: usize) {
     let db = Db::new().await;
     let session = db.session().await;
     session.exec("SET jit = off").await;
+    // The reference forgets a job and its key at once.
+    session.exec("INSERT INTO @queue_meta (queue, unique_retention) VALUES ('a', '0'), ('b', '0')").await;
     let mut play =
         Play { db: &db, rng: StdRng::seed_from_u64(seed), session, reference: Reference::default(), stale: vec![] };
     for case in 0..cases {

@@ -27,8 +27,9 @@ fn assert_error(text: &str, parts: &[&str]) {
 fn everything_it_can_say_is_read() {
     let config = Config::parse(
         r#"
+max_workers: 40
 queues:
-  default: { workers: 8, deadline: 1h30m }
+  default: { workers: 8, deadline: 1h30m, rate_limit: 2.5, weight: 3 }
   plain: {}
   bare:
 handlers:
@@ -42,11 +43,16 @@ handlers:
     )
     .unwrap();
 
+    assert_eq!(config.max_workers, Some(40));
     let default = QueueConfig::default();
-    assert_eq!(
-        config.queues["default"],
-        QueueConfig { workers: 8, deadline: Some(Duration::from_secs(5400)), ..QueueConfig::default() }
-    );
+    let everything = QueueConfig {
+        workers: 8,
+        deadline: Some(Duration::from_secs(5400)),
+        rate_limit: Some(2.5),
+        weight: 3,
+        ..QueueConfig::default()
+    };
+    assert_eq!(config.queues["default"], everything);
     assert_eq!(config.queues["plain"], default);
     assert_eq!(config.queues["bare"], default);
 
@@ -96,7 +102,7 @@ fn unknown_names_come_with_what_is_allowed_the_place_and_a_guess() {
         &[
             "queues.default",
             "unknown field `worker`",
-            "`workers`, `deadline`",
+            "`workers`, `deadline`, `rate_limit`, `weight`",
             "line 3 column 5",
             "did you mean `workers`?",
         ],
@@ -106,9 +112,9 @@ fn unknown_names_come_with_what_is_allowed_the_place_and_a_guess() {
         &["handlers.a.builtin", "unknown builtin `nop`", "`flaky`", "line 2 column 17", "did you mean `noop`?"],
     );
     assert_error("handler: {}", &["unknown field `handler`", "did you mean `handlers`?"]);
-    assert_error("queues:\n  default: { rate_limit: 5 }", &["unknown field `rate_limit`", "`workers`, `deadline`"]);
-    assert_error("[1]", &["a map with `queues` and `handlers`"]);
-    assert_error("queues: { q: 5 }", &["queues.q", "a map with `workers` and `deadline`"]);
+    assert_error("queues:\n  default: { rate: 5 }", &["unknown field `rate`", "`workers`, `deadline`", "`rate_limit`"]);
+    assert_error("[1]", &["a map with `queues`, `handlers`, `cron` and `max_workers`"]);
+    assert_error("queues: { q: 5 }", &["queues.q", "a map with `workers`, `deadline`"]);
     assert!(!error("zebra: {}").contains("did you mean"));
 }
 
@@ -191,4 +197,41 @@ fn a_file_that_cannot_be_used_is_named() {
     file.write_all(b"queues: [\n").unwrap();
     let invalid = Config::load(file.path()).unwrap_err().to_string();
     assert!(invalid.contains(file.path().to_str().unwrap()) && invalid.contains("line "), "{invalid}");
+}
+
+#[test]
+fn cron_jobs_are_read_with_their_defaults_and_checked() {
+    let config = Config::parse(
+        "cron:\n  nightly: { schedule: '30 2 * * *', kind: report }\n  \"tick\": { schedule: '*/5 * * * *', kind: tick, timezone: Europe/Berlin, args: { n: [1, ~] }, tags: [a] }\n",
+    )
+    .unwrap();
+    let nightly = &config.cron["nightly"];
+    assert_eq!(
+        (&*nightly.timezone, &*nightly.queue, nightly.priority, nightly.max_attempts),
+        ("UTC", "default", 2, 25)
+    );
+    assert!(nightly.args.is_empty_object() && nightly.metadata.is_empty_object());
+    assert_eq!(config.cron["tick"].args.as_str(), r#"{"n":[1,null]}"#);
+    assert_error("cron:\n  a: { schedule: '* * * *', kind: k }\n", &["cron.a", "\"* * * *\"", "line 2"]);
+    assert_error("cron:\n  a: { schedule: '* * * * *', kind: k, timezone: Mars }\n", &["\"Mars\"", "line 2"]);
+    assert_error("cron:\n  a: { schedule: '* * * * *', kin: k }\n", &["unknown field `kin`", "did you mean `kind`?"]);
+    assert_error("cron:\n  a: { kind: k }\n", &["missing field `schedule`"]);
+    assert_error("cron:\n  a: { schedule: '@daily', kind: k, args: { a: \"\\0\" } }\n", &["U+0000"]);
+}
+
+#[test]
+fn rates_weights_and_the_common_limit_have_bounds() {
+    for (setting, part) in [
+        ("rate_limit: 0", "more than 0"),
+        ("rate_limit: -1", "jobs per second"),
+        ("rate_limit: .nan", "more than 0"),
+        ("rate_limit: many", "jobs per second"),
+        ("weight: 0", "1 to 1000"),
+        ("weight: 1.5", "1 to 1000"),
+    ] {
+        assert_error(&format!("queues: {{ a: {{ {setting} }} }}"), &[part]);
+    }
+    assert_error("max_workers: 0", &["1 to 4096"]);
+    let whole = Config::parse("queues: { a: { rate_limit: 10 } }").unwrap();
+    assert_eq!(whole.queues["a"].rate_limit, Some(10.0));
 }

@@ -67,16 +67,29 @@ CREATE TABLE {schema}.queue_meta (
     enqueue_shards   smallint    NOT NULL DEFAULT 1 CHECK (enqueue_shards BETWEEN 1 AND 64),
     dlq              boolean     NOT NULL DEFAULT false,
     dlq_retention    interval    NOT NULL DEFAULT '30 days' CHECK (dlq_retention > interval '0'),
-    failed_retention interval    NOT NULL DEFAULT '72 hours' CHECK (failed_retention >= interval '0')
+    failed_retention interval    NOT NULL DEFAULT '72 hours' CHECK (failed_retention >= interval '0'),
+    -- How long after its end a completed or cancelled job keeps its unique key, where its mask says so and its slot is gone.
+    unique_retention interval    NOT NULL DEFAULT '24 hours' CHECK (unique_retention >= interval '0')
 );
 
 -- Who holds a unique key. A job holds it only while its state is in unique_states.
 CREATE TABLE {schema}.job_unique_claims (
     unique_key    bytea PRIMARY KEY,
     job_id        bigint NOT NULL,
-    unique_states bit(8) NOT NULL
+    unique_states bit(8) NOT NULL,
+    held_until    timestamptz  -- NULL while the job is stored somewhere; set when its history is pruned
 );
+CREATE INDEX job_unique_claims_by_expiry ON {schema}.job_unique_claims (held_until) WHERE held_until IS NOT NULL;
 CREATE INDEX job_unique_claims_by_job ON {schema}.job_unique_claims (job_id);
+
+-- What finished in segments that are pruned, all told. Written by folding the deltas below, and only when no old snapshot
+-- keeps the rows that this kills.
+CREATE TABLE {schema}.queue_terminal_rollups (
+    queue     text               NOT NULL,
+    state     {schema}.job_state NOT NULL,
+    job_count bigint             NOT NULL,
+    PRIMARY KEY (queue, state)
+);
 
 -- What finished in segments that are pruned: one appended row per (pruned generation, queue, state).
 CREATE TABLE {schema}.queue_terminal_rollup_deltas (

@@ -47,29 +47,35 @@ SELECT {schema}.create_ring('queue', 16);
 SELECT {schema}.create_ring('claim', 8);
 SELECT {schema}.create_ring('lease', 8);
 
--- One function a slot, from a template with <slot> in it, and one named p_name that picks by its first argument. A plan
--- over the parent would lock every partition, and so wait for whichever is being truncated; a statement made up at run
--- time would be planned at every call. This way a session plans each slot once and touches one partition.
-CREATE FUNCTION {schema}.create_slot_functions(p_ring text, p_name text, p_arguments text, p_returns text, p_template text) RETURNS void
+-- One function a slot, from a template with <slot> in it, and one named p_name that picks by its first argument; p_otherwise
+-- is for a number that no slot has. A plan over the parent would lock every partition, and so wait for whichever is being
+-- truncated; a statement made up at run time would be planned at every call. This way a session plans each slot once and
+-- touches one partition.
+CREATE FUNCTION {schema}.create_slot_functions(
+    p_ring text, p_name text, p_arguments text, p_returns text, p_template text,
+    p_otherwise text DEFAULT 'RAISE case_not_found;', p_set boolean DEFAULT false
+) RETURNS void
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_slot smallint;
     v_slots smallint[];
     v_names text;
     v_branches text;
+    v_returns text := CASE WHEN p_set THEN 'SETOF ' ELSE '' END || p_returns;
+    v_return text := CASE WHEN p_set THEN 'RETURN QUERY SELECT * FROM' ELSE 'RETURN' END;
 BEGIN
     SELECT array_agg(s.slot ORDER BY s.slot) INTO v_slots FROM {schema}.ring_slot_numbers(p_ring) AS s (slot);
     FOREACH v_slot IN ARRAY v_slots LOOP
         EXECUTE format('CREATE FUNCTION %I.%I(%s) RETURNS %s LANGUAGE plpgsql AS %L',
-            {schema_literal}, p_name || '_' || v_slot, p_arguments, p_returns, replace(p_template, '<slot>', v_slot::text));
+            {schema_literal}, p_name || '_' || v_slot, p_arguments, v_returns, replace(p_template, '<slot>', v_slot::text));
     END LOOP;
-    SELECT string_agg(split_part(trim(a), ' ', 1), ', ' ORDER BY n) INTO v_names
+    SELECT string_agg(split_part(btrim(a, E' \n'), ' ', 1), ', ' ORDER BY n) INTO v_names
     FROM string_to_table(p_arguments, ',') WITH ORDINALITY AS t (a, n);
-    SELECT string_agg(format('    WHEN %s THEN RETURN %I.%I(%s);', s, {schema_literal}, p_name || '_' || s, v_names), E'\n' ORDER BY s)
+    SELECT string_agg(format('    WHEN %s THEN %s %I.%I(%s);', s, v_return, {schema_literal}, p_name || '_' || s, v_names), E'\n' ORDER BY s)
     INTO v_branches
     FROM unnest(v_slots) AS s;
     EXECUTE format('CREATE FUNCTION %I.%I(p_slot smallint, %s) RETURNS %s LANGUAGE plpgsql AS %L',
-        {schema_literal}, p_name, p_arguments, p_returns, E'BEGIN\n    CASE p_slot\n' || v_branches || E'\n    END CASE;\nEND');
+        {schema_literal}, p_name, p_arguments, v_returns, E'BEGIN\n    CASE p_slot\n' || v_branches || E'\n    ELSE ' || p_otherwise || E'\n    END CASE;\nEND');
 END
 $function$;
 
@@ -82,7 +88,7 @@ $function$;
 
 -- What a job may have beside its args, in one value; NULL for nearly every job.
 CREATE FUNCTION {schema}.job_extras(p_tags text[], p_metadata jsonb, p_errors jsonb[], p_progress jsonb) RETURNS jsonb
-LANGUAGE sql IMMUTABLE AS $function$
+LANGUAGE sql STABLE AS $function$
     SELECT CASE WHEN num_nonnulls(p_tags, p_metadata, p_errors, p_progress) > 0 THEN
         jsonb_build_object('tags', p_tags, 'metadata', p_metadata, 'errors', p_errors, 'progress', p_progress)
     END

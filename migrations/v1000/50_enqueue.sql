@@ -110,29 +110,6 @@ BEGIN
 END
 $function$;
 
--- Takes the key for the job, or says which job holds it. A holder whose transaction is still open is waited for: only
--- then is it known whether it exists.
-CREATE FUNCTION {schema}.take_unique_key(p_unique_key bytea, p_unique_states bit(8), p_job_id bigint) RETURNS bigint
-LANGUAGE plpgsql AS $function$
-DECLARE
-    v_holder bigint;
-BEGIN
-    LOOP
-        INSERT INTO {schema}.job_unique_claims AS c (unique_key, job_id, unique_states)
-        VALUES (p_unique_key, p_job_id, p_unique_states)
-        ON CONFLICT (unique_key) DO NOTHING;
-        IF FOUND THEN
-            RETURN NULL;
-        END IF;
-        SELECT c.job_id INTO v_holder FROM {schema}.job_unique_claims AS c WHERE c.unique_key = p_unique_key;
-        IF FOUND THEN
-            RETURN v_holder;
-        END IF;
-        -- The holder released it between the two statements: try again.
-    END LOOP;
-END
-$function$;
-
 -- Wakes the workers of a queue, but only if somebody sleeps on it: NOTIFY serialises every commit of the database.
 -- A sleeper holds (runtime_instances, hash of the queue) shared.
 CREATE FUNCTION {schema}.wake_queue(p_queue text) RETURNS void
@@ -180,7 +157,12 @@ BEGIN
     v_result.inserted := true;
 
     IF unique_key IS NOT NULL THEN
-        v_result.duplicate_of := {schema}.take_unique_key(unique_key, unique_states, v_result.job_id);
+        IF unique_states IS NULL THEN
+            RAISE EXCEPTION 'unique_states must not be null beside a unique_key'
+                USING ERRCODE = 'check_violation', COLUMN = 'unique_states';
+        END IF;
+        v_result.duplicate_of := {schema}.enter_state(v_result.job_id, unique_key, unique_states,
+            CASE WHEN run_at > v_now THEN 'scheduled' ELSE 'available' END::{schema}.job_state);
         IF v_result.duplicate_of IS NOT NULL THEN
             v_result.job_id := v_result.duplicate_of;
             v_result.inserted := false;
@@ -267,14 +249,15 @@ BEGIN
 
     -- Keys before any lane_seq, so that a conflict costs no hole; in their order, so that two callers cannot deadlock.
     FOR v_unique IN
-        SELECT j.ord, j.unique_key, coalesce(j.unique_states, B'11111000') AS unique_states
+        SELECT j.ord, j.unique_key, coalesce(j.unique_states, B'11111000') AS unique_states,
+               CASE WHEN j.run_at > v_now THEN 'scheduled' ELSE 'available' END::{schema}.job_state AS state
         FROM unnest(jobs) WITH ORDINALITY AS j (
             kind, queue, args, priority, max_attempts, run_at, tags, metadata, unique_key, unique_states, ord)
         WHERE j.unique_key IS NOT NULL
         ORDER BY j.unique_key, j.ord
     LOOP
         v_duplicates[v_unique.ord] :=
-            {schema}.take_unique_key(v_unique.unique_key, v_unique.unique_states, v_ids[v_unique.ord]);
+            {schema}.enter_state(v_ids[v_unique.ord], v_unique.unique_key, v_unique.unique_states, v_unique.state);
     END LOOP;
 
     INSERT INTO {schema}.deferred_jobs (

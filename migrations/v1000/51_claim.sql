@@ -18,7 +18,10 @@ CREATE TYPE {schema}.claimed_batch AS (
     created_ats  timestamptz[],
     kinds        text[],
     args         jsonb[],
-    extras       jsonb[]       -- tags, metadata, errors, progress; NULL where the job has none
+    extras       jsonb[],      -- tags, metadata, errors, progress; NULL where the job has none
+    job_count    integer,
+    lane_ranges  int8multirange,
+    has_unique   boolean       -- whether any of the jobs has a unique key
 );
 
 -- The claim ring's open slot, kept from being truncated until this transaction ends; see pin_ready_slot.
@@ -64,70 +67,7 @@ BEGIN
 END
 $function$;
 
--- Rows of one slot, column by column.
-CREATE TYPE {schema}.ready_rows AS (
-    row_count    integer,
-    seq_lo       bigint,
-    seq_hi       bigint,
-    lease_lo     bigint,
-    lease_hi     bigint,
-    has_unique   boolean,
-    lane_seqs    bigint[],
-    job_ids      bigint[],
-    run_leases   bigint[],
-    attempts     smallint[],
-    max_attempts smallint[],
-    run_ats      timestamptz[],
-    created_ats  timestamptz[],
-    kinds        text[],
-    args         jsonb[],
-    extras       jsonb[]
-);
-
--- ready_rows_<slot>: the first p_limit rows of a lane within p_gaps.
 -- emitted_ranges_<slot>: what is known to be spent above p_spent: ranges handed out, and holes set aside.
-SELECT {schema}.create_slot_functions('queue', 'ready_rows_in', 'p_lane_id integer, p_gaps int8multirange, p_limit integer',
-    '{schema}.ready_rows', $template$
-DECLARE
-    v_rows {schema}.ready_rows;
-BEGIN
-    IF p_gaps = int8multirange(int8range(lower(p_gaps), NULL)) THEN
-        SELECT count(*), min(r.lane_seq), max(r.lane_seq), min(r.run_lease), max(r.run_lease), bool_or(r.unique_key IS NOT NULL),
-               array_agg(r.lane_seq), array_agg(r.job_id), array_agg(r.run_lease + 1), array_agg(r.attempt + 1::smallint),
-               array_agg(r.max_attempts), array_agg(r.run_at), array_agg(r.created_at), array_agg(r.kind), array_agg(r.args),
-               array_agg({schema}.job_extras(r.tags, r.metadata, r.errors, r.progress))
-        INTO v_rows
-        FROM (
-            SELECT e.*
-            FROM {schema}.ready_entries_<slot> AS e
-            WHERE e.lane_id = p_lane_id AND e.lane_seq >= lower(p_gaps)
-            ORDER BY e.lane_seq
-            LIMIT p_limit
-        ) AS r;
-    ELSE
-        SELECT count(*), min(r.lane_seq), max(r.lane_seq), min(r.run_lease), max(r.run_lease), bool_or(r.unique_key IS NOT NULL),
-               array_agg(r.lane_seq), array_agg(r.job_id), array_agg(r.run_lease + 1), array_agg(r.attempt + 1::smallint),
-               array_agg(r.max_attempts), array_agg(r.run_at), array_agg(r.created_at), array_agg(r.kind), array_agg(r.args),
-               array_agg({schema}.job_extras(r.tags, r.metadata, r.errors, r.progress))
-        INTO v_rows
-        FROM (
-            SELECT s.*
-            FROM unnest(p_gaps) AS g (gap)
-            CROSS JOIN LATERAL (
-                SELECT e.*
-                FROM {schema}.ready_entries_<slot> AS e
-                WHERE e.lane_id = p_lane_id AND e.lane_seq >= lower(g.gap)
-                  AND e.lane_seq < coalesce(upper(g.gap), 9223372036854775807)
-                ORDER BY e.lane_seq
-                LIMIT p_limit
-            ) AS s
-            LIMIT p_limit
-        ) AS r;
-    END IF;
-    RETURN v_rows;
-END
-$template$);
-
 SELECT {schema}.create_slot_functions('queue', 'emitted_ranges_in', 'p_lane_id integer, p_spent bigint', 'int8multirange[]', $template$
 DECLARE
     v_ranges int8multirange[];
@@ -142,87 +82,80 @@ BEGIN
 END
 $template$);
 
--- Takes up to p_limit rows of one lane within one slot, out of p_gaps. The caller holds the lane's lock and has pinned
--- the claim slot. NULL if there are none.
-CREATE FUNCTION {schema}.claim_rows(
-    p_lane {schema}.queue_lanes, p_slot smallint, p_ready_generation bigint, p_gaps int8multirange, p_limit integer,
-    p_claim_cursor bigint, p_now timestamptz, p_deadline_at timestamptz, p_claimed_by text, p_receipts boolean,
-    OUT batch {schema}.claimed_batch, OUT taken int8multirange
-)
-LANGUAGE plpgsql AS $function$
-DECLARE
-    v_rows {schema}.ready_rows;
+-- claim_rows_<slot>: takes the first p_limit rows of a lane within one slot, out of p_gaps; no row if there are none. The
+-- caller holds the lane's lock and has pinned the claim slot. One statement, so that the bodies are copied once.
+SELECT {schema}.create_slot_functions('queue', 'claim_rows_in',
+    'p_lane_id integer, p_priority smallint, p_ready_generation bigint, p_gaps int8multirange, p_limit integer, p_claim_cursor bigint,
+     p_now timestamptz, p_deadline_at timestamptz, p_claimed_by text',
+    '{schema}.claimed_batch', $template$
 BEGIN
-    v_rows := {schema}.ready_rows_in(p_slot, p_lane.lane_id, p_gaps, p_limit);
-    IF v_rows.row_count = 0 THEN
-        batch := NULL;
-        RETURN;
-    END IF;
-
-    IF v_rows.seq_hi - v_rows.seq_lo + 1 = v_rows.row_count THEN
-        taken := int8multirange(int8range(v_rows.seq_lo, v_rows.seq_hi + 1));
-    ELSE
-        SELECT range_agg(int8range(s, s + 1)) INTO taken FROM unnest(v_rows.lane_seqs) AS s;
-    END IF;
-    batch.batch_id := nextval('{schema}.lease_claim_batch_ids'::regclass);
-    batch.claim_slot := p_claim_cursor & 255;
-    batch.priority := p_lane.priority;
-    batch.claimed_at := p_now;
-    batch.deadline_at := p_deadline_at;
-    batch.job_ids := v_rows.job_ids;
-    batch.run_leases := v_rows.run_leases;
-    batch.attempts := v_rows.attempts;
-    batch.max_attempts := v_rows.max_attempts;
-    batch.run_ats := v_rows.run_ats;
-    batch.created_ats := v_rows.created_ats;
-    batch.kinds := v_rows.kinds;
-    batch.args := v_rows.args;
-    batch.extras := v_rows.extras;
-
-    IF NOT p_receipts THEN
-        batch.claim_slot := -1;
-        PERFORM {schema}.lease_rows(p_lane, p_slot, p_ready_generation, v_rows, batch, taken, p_claimed_by);
-        RETURN;
-    END IF;
-    INSERT INTO {schema}.lease_claim_batches (
-        batch_id, claim_generation, ready_generation, run_lease, claimed_at, deadline_at, lane_id, claim_slot, ready_slot,
-        has_unique, claimed_by, lane_ranges, job_ids, run_leases)
-    VALUES (
-        batch.batch_id, p_claim_cursor >> 8, p_ready_generation,
-        CASE WHEN v_rows.lease_lo = v_rows.lease_hi THEN v_rows.lease_lo + 1 END, p_now, p_deadline_at, p_lane.lane_id,
-        batch.claim_slot, p_slot, v_rows.has_unique, p_claimed_by, taken, batch.job_ids,
-        CASE WHEN v_rows.lease_lo <> v_rows.lease_hi THEN v_rows.run_leases END);
-    INSERT INTO {schema}.ready_claim_attempt_batches (
-        batch_id, ready_generation, claim_generation, lane_hi, claimed_at, lane_id, job_count, ready_slot, claim_slot,
-        has_unique, lane_ranges)
-    VALUES (
-        batch.batch_id, p_ready_generation, p_claim_cursor >> 8, v_rows.seq_hi, p_now, p_lane.lane_id, v_rows.row_count, p_slot,
-        batch.claim_slot, v_rows.has_unique, taken);
+    RETURN QUERY
+    WITH picked AS MATERIALIZED (
+        SELECT count(*)::integer AS row_count, min(r.lane_seq) AS seq_lo, max(r.lane_seq) AS seq_hi,
+               min(r.run_lease) + 1 AS lease_lo, max(r.run_lease) + 1 AS lease_hi, bool_or(r.unique_key IS NOT NULL) AS has_unique,
+               array_agg(r.lane_seq) AS lane_seqs, array_agg(r.job_id) AS job_ids, array_agg(r.run_lease + 1) AS run_leases,
+               array_agg(r.attempt + 1::smallint) AS attempts, array_agg(r.max_attempts) AS max_attempts,
+               array_agg(r.run_at) AS run_ats, array_agg(r.created_at) AS created_ats, array_agg(r.kind) AS kinds,
+               array_agg(r.args) AS args, array_agg({schema}.job_extras(r.tags, r.metadata, r.errors, r.progress)) AS extras
+        FROM (
+            SELECT s.*
+            FROM unnest(p_gaps) AS g (gap)
+            CROSS JOIN LATERAL (
+                SELECT e.*
+                FROM {schema}.ready_entries_<slot> AS e
+                WHERE e.lane_id = p_lane_id AND e.lane_seq >= lower(g.gap)
+                  AND e.lane_seq < coalesce(upper(g.gap), 9223372036854775807)
+                ORDER BY e.lane_seq
+                LIMIT p_limit
+            ) AS s
+            LIMIT p_limit
+        ) AS r
+        HAVING count(*) > 0
+    ),
+    batch AS MATERIALIZED (
+        SELECT nextval('{schema}.lease_claim_batch_ids'::regclass) AS batch_id,
+               CASE
+                   WHEN p.seq_hi - p.seq_lo + 1 = p.row_count THEN int8multirange(int8range(p.seq_lo, p.seq_hi + 1))
+                   ELSE (SELECT range_agg(int8range(s, s + 1)) FROM unnest(p.lane_seqs) AS s)
+               END AS taken
+        FROM picked AS p
+    ),
+    receipts AS (
+        INSERT INTO {schema}.lease_claim_batches (
+            batch_id, claim_generation, ready_generation, run_lease, claimed_at, deadline_at, lane_id, claim_slot, ready_slot,
+            has_unique, claimed_by, lane_ranges, job_ids, run_leases)
+        SELECT b.batch_id, p_claim_cursor >> 8, p_ready_generation, CASE WHEN p.lease_lo = p.lease_hi THEN p.lease_lo END, p_now,
+               p_deadline_at, p_lane_id, (p_claim_cursor & 255)::smallint, <slot>, p.has_unique, p_claimed_by, b.taken, p.job_ids,
+               CASE WHEN p.lease_lo <> p.lease_hi THEN p.run_leases END
+        FROM picked AS p CROSS JOIN batch AS b
+    ),
+    emitted AS (
+        INSERT INTO {schema}.ready_claim_attempt_batches_<slot> (
+            batch_id, ready_generation, claim_generation, lane_hi, claimed_at, lane_id, job_count, ready_slot, claim_slot,
+            has_unique, lane_ranges)
+        SELECT b.batch_id, p_ready_generation, p_claim_cursor >> 8, p.seq_hi, p_now, p_lane_id, p.row_count, <slot>,
+               (p_claim_cursor & 255)::smallint, p.has_unique, b.taken
+        FROM picked AS p CROSS JOIN batch AS b
+    )
+    SELECT b.batch_id, (p_claim_cursor & 255)::smallint, p_priority, p_now, p_deadline_at, p.job_ids, p.run_leases, p.attempts,
+           p.max_attempts, p.run_ats, p.created_ats, p.kinds, p.args, p.extras, p.row_count, b.taken,
+           p.has_unique
+    FROM picked AS p CROSS JOIN batch AS b;
 END
-$function$;
+$template$, p_set => true);
 
--- The claim of rows without receipts: every attempt is a lease from the beginning (lease_claim_receipts = false).
-CREATE FUNCTION {schema}.lease_rows(
-    p_lane {schema}.queue_lanes, p_slot smallint, p_ready_generation bigint, p_rows {schema}.ready_rows,
-    p_batch {schema}.claimed_batch, p_taken int8multirange, p_claimed_by text
-) RETURNS void
+-- What a batch just claimed needs beside its receipts, seldom: jobs give up unique keys whose mask leaves out running, and
+-- without receipts (lease_claim_receipts = false) every attempt gets a lease at once.
+CREATE FUNCTION {schema}.settle_claimed(p_batch {schema}.claimed_batch, p_receipts boolean) RETURNS void
 LANGUAGE plpgsql AS $function$
-DECLARE
-    v_n integer;
-    v_job {schema}.job_body;
 BEGIN
-    FOR v_n IN 1 .. p_rows.row_count LOOP
-        v_job := {schema}.ready_body_in(p_slot, p_lane.lane_id, p_rows.lane_seqs[v_n]);
-        v_job.run_lease := v_job.run_lease + 1;
-        v_job.claimed_at := p_batch.claimed_at;
-        PERFORM {schema}.store_lease(v_job, p_batch.batch_id * 1024 + v_n - 1, p_batch.deadline_at, p_claimed_by, p_batch.claimed_at);
-    END LOOP;
-    INSERT INTO {schema}.ready_claim_attempt_batches (
-        batch_id, ready_generation, claim_generation, lane_hi, claimed_at, lane_id, job_count, ready_slot, claim_slot,
-        has_unique, lane_ranges)
-    VALUES (
-        p_batch.batch_id, p_ready_generation, NULL, p_rows.seq_hi, p_batch.claimed_at, p_lane.lane_id, p_rows.row_count, p_slot,
-        NULL, p_rows.has_unique, p_taken);
+    IF p_batch.has_unique THEN
+        PERFORM {schema}.release_unique_keys(p_batch.job_ids, 'running');
+    END IF;
+    IF NOT p_receipts THEN
+        PERFORM {schema}.materialise(p_batch.claim_slot, p_batch.batch_id * 1024 + n - 1, p_batch.job_ids[n], p_batch.run_leases[n])
+        FROM generate_series(1, p_batch.job_count) AS n;
+    END IF;
 END
 $function$;
 
@@ -300,7 +233,6 @@ DECLARE
     c_now constant timestamptz := clock_timestamp();
     v_lane {schema}.queue_lanes;
     v_batch {schema}.claimed_batch;
-    v_picked record;
     v_left integer := c_limit;
     v_claim_cursor bigint;
     v_allocated bigint;
@@ -348,7 +280,7 @@ BEGIN
                 FROM {schema}.claim_late_rows(v_lane, v_left, v_claim_cursor, c_now, c_now + p_deadline, p_claimed_by,
                     p_receipts) AS r
             LOOP
-                v_left := v_left - cardinality(v_batch.job_ids);
+                v_left := v_left - v_batch.job_count;
                 RETURN NEXT v_batch;
             END LOOP;
             EXIT WHEN v_left <= 0;
@@ -384,16 +316,20 @@ BEGIN
         v_seen := '{}';
         FOR v_slot IN SELECT s.generation, s.slot FROM {schema}.ready_slots_from(v_hint) AS s LOOP
             EXIT WHEN v_left <= 0;
-            SELECT r.batch, r.taken INTO v_picked
-            FROM {schema}.claim_rows(v_lane, v_slot.slot, v_slot.generation, v_gaps, v_left, v_claim_cursor, c_now,
-                c_now + p_deadline, p_claimed_by, p_receipts) AS r;
-            CONTINUE WHEN v_picked.taken IS NULL;
-            v_batch := v_picked.batch;
-            v_left := v_left - cardinality(v_batch.job_ids);
-            v_seen := v_seen + v_picked.taken;
-            v_generations := v_generations || v_slot.generation;
-            v_highs := v_highs || upper(v_picked.taken);
-            RETURN NEXT v_batch;
+            FOR v_batch IN
+                SELECT r.*
+                FROM {schema}.claim_rows_in(v_slot.slot, v_lane.lane_id, v_lane.priority, v_slot.generation, v_gaps, v_left,
+                    v_claim_cursor, c_now, c_now + p_deadline, p_claimed_by) AS r
+            LOOP
+                IF v_batch.has_unique OR NOT p_receipts THEN
+                    PERFORM {schema}.settle_claimed(v_batch, p_receipts);
+                END IF;
+                v_left := v_left - v_batch.job_count;
+                v_seen := v_seen + v_batch.lane_ranges;
+                v_generations := v_generations || v_slot.generation;
+                v_highs := v_highs || upper(v_batch.lane_ranges);
+                RETURN NEXT v_batch;
+            END LOOP;
         END LOOP;
 
         -- The hint: the oldest slot that still says something above the cursor. A slow producer may yet commit into an

@@ -130,7 +130,6 @@ DECLARE
     v_producers text[];
     v_left integer := p_limit;
     v_slot record;
-    v_picked record;
 BEGIN
     SELECT range_agg(h.lane_ranges) INTO v_open
     FROM {schema}.ready_lane_holes AS h
@@ -158,14 +157,18 @@ BEGIN
         ORDER BY s.generation
     LOOP
         EXIT WHEN v_left <= 0;
-        SELECT r.batch, r.taken INTO v_picked
-        FROM {schema}.claim_rows(p_lane, v_slot.slot, v_slot.generation, v_open - v_emitted, v_left, p_claim_cursor, p_now,
-            p_deadline_at, p_claimed_by, p_receipts) AS r;
-        CONTINUE WHEN v_picked.taken IS NULL;
-        v_batch := v_picked.batch;
-        v_left := v_left - cardinality(v_batch.job_ids);
-        v_emitted := v_emitted + v_picked.taken;
-        RETURN NEXT v_batch;
+        FOR v_batch IN
+            SELECT r.*
+            FROM {schema}.claim_rows_in(v_slot.slot, p_lane.lane_id, p_lane.priority, v_slot.generation, v_open - v_emitted, v_left,
+                p_claim_cursor, p_now, p_deadline_at, p_claimed_by) AS r
+        LOOP
+            IF v_batch.has_unique OR NOT p_receipts THEN
+                PERFORM {schema}.settle_claimed(v_batch, p_receipts);
+            END IF;
+            v_left := v_left - v_batch.job_count;
+            v_emitted := v_emitted + v_batch.lane_ranges;
+            RETURN NEXT v_batch;
+        END LOOP;
     END LOOP;
 
     -- Over: filled to the last number, or nobody is left who could fill it and nothing was left behind for the limit.

@@ -101,8 +101,7 @@ BEGIN
             -- Somebody took the key while this job did not hold it. The older gives way, and its neighbours go on. (What is
             -- over is over: it just does not hold the key.)
             v_state := 'cancelled';
-            p_job.errors := {schema}.with_error(p_job.errors, p_job.attempt,
-                format('superseded by job %s, which holds its unique key', v_holder), p_now);
+            p_job.errors := {schema}.with_error(p_job.errors, p_job.attempt, {schema}.superseded_by(v_holder), p_now);
         END IF;
     END IF;
 

@@ -73,8 +73,7 @@ BEGIN
         IF v_holder IS NOT NULL THEN
             v_superseded := v_superseded || v_job.job_id;
             v_body := {schema}.job_of_deferred(v_job);
-            v_body.errors := {schema}.with_error(v_body.errors, v_body.attempt,
-                format('superseded by job %s, which holds its unique key', v_holder), v_now);
+            v_body.errors := {schema}.with_error(v_body.errors, v_body.attempt, {schema}.superseded_by(v_holder), v_now);
             PERFORM {schema}.store_done(v_body, 'cancelled', v_now);
         END IF;
     END LOOP;

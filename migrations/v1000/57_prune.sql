@@ -312,13 +312,12 @@ END
 $function$;
 
 -- What must outlive a queue slot: its terminal counts; the jobs that failed in it, retryable for as long as their queue keeps
--- them; and that its other finished jobs no longer hold their unique keys.
+-- them; and the unique keys that its other finished jobs keep, which from now on expire.
 CREATE FUNCTION {schema}.fold_pruned_slot(p_slot smallint, p_generation bigint) RETURNS void
 LANGUAGE plpgsql SET jit = off AS $function$
 DECLARE
     v_failed boolean;
     v_has_unique boolean;
-    v_jobs bigint[];
 BEGIN
     EXECUTE format('SELECT EXISTS (SELECT FROM %I.%I AS d WHERE d.state = ''failed'')', {schema_literal}, 'done_entries_' || p_slot)
     INTO v_failed;
@@ -353,10 +352,11 @@ BEGIN
         {schema_literal}, 'ready_claim_attempt_batches_' || p_slot, 'done_entries_' || p_slot)
     INTO v_has_unique;
     IF v_has_unique THEN
-        SELECT array_agg(t.id) INTO v_jobs
+        UPDATE {schema}.job_unique_claims AS c
+        SET held_until = t.finalized_at + coalesce(m.unique_retention, interval '24 hours')
         FROM {schema}.terminal_jobs_in(p_slot) AS t
-        WHERE t.unique_key IS NOT NULL AND t.state <> 'failed';
-        DELETE FROM {schema}.job_unique_claims AS c WHERE c.job_id = ANY (v_jobs);
+        LEFT JOIN {schema}.queue_meta AS m ON m.queue = t.queue
+        WHERE c.unique_key = t.unique_key AND c.job_id = t.id AND t.state <> 'failed';
     END IF;
 END
 $function$;

@@ -188,7 +188,12 @@ BEGIN
             FROM {schema}.dlq_entries AS q GROUP BY q.queue, q.held
             UNION ALL
             SELECT r.queue, r.state::text, sum(r.job_count), true, NULL
-            FROM {schema}.queue_terminal_rollup_deltas AS r GROUP BY r.queue, r.state
+            FROM (
+                SELECT d.queue, d.state, d.job_count FROM {schema}.queue_terminal_rollup_deltas AS d
+                UNION ALL
+                SELECT t.queue, t.state, t.job_count FROM {schema}.queue_terminal_rollups AS t
+            ) AS r
+            GROUP BY r.queue, r.state
         )
         SELECT f.queue, f.state, sum(f.job_count)::bigint, bool_and(f.is_exact),
                extract(epoch FROM clock_timestamp() - min(f.oldest_run_at))::double precision
@@ -203,5 +208,30 @@ CREATE FUNCTION {schema}.width_of(p_ranges int8multirange) RETURNS bigint
 LANGUAGE plpgsql IMMUTABLE AS $function$
 BEGIN
     RETURN (SELECT coalesce(sum(upper(r) - lower(r)), 0) FROM unnest(p_ranges) AS r);
+END
+$function$;
+
+-- Adds the deltas of pruned segments to their totals, once there are p_at_least of them and nobody old would keep the dead
+-- rows. Returns how many went.
+CREATE FUNCTION {schema}.fold_terminal_rollups(p_at_least bigint DEFAULT 1000) RETURNS bigint
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_folded bigint;
+BEGIN
+    IF (SELECT count(*) FROM {schema}.queue_terminal_rollup_deltas) < p_at_least OR {schema}.oldest_pin() > interval '5 seconds' THEN
+        RETURN 0;
+    END IF;
+    -- One statement, so that every reader sees a count before or after, in one table or the other. Lock: the deltas' rows;
+    -- a second folder finds them gone.
+    WITH gone AS (
+        DELETE FROM {schema}.queue_terminal_rollup_deltas AS d RETURNING d.queue, d.state, d.job_count
+    ),
+    totals AS (
+        INSERT INTO {schema}.queue_terminal_rollups AS t (queue, state, job_count)
+        SELECT g.queue, g.state, sum(g.job_count) FROM gone AS g GROUP BY g.queue, g.state ORDER BY g.queue, g.state
+        ON CONFLICT (queue, state) DO UPDATE SET job_count = t.job_count + excluded.job_count
+    )
+    SELECT count(*) INTO v_folded FROM gone;
+    RETURN v_folded;
 END
 $function$;

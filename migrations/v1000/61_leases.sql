@@ -163,7 +163,7 @@ BEGIN
         RETURN false;
     END IF;
     PERFORM {schema}.finish_job({schema}.take_lease(p_lease.receipt_id, p_lease.job_id, p_lease.run_lease), 'cancelled',
-        clock_timestamp(), format('superseded by job %s, which holds its unique key', v_holder), NULL, NULL);
+        clock_timestamp(), {schema}.superseded_by(v_holder), NULL, NULL);
     RETURN true;
 END
 $function$;
@@ -290,8 +290,7 @@ BEGIN
     IF p_job.unique_key IS NOT NULL THEN
         v_holder := {schema}.enter_state(p_job.job_id, p_job.unique_key, p_job.unique_states, 'available');
         IF v_holder IS NOT NULL THEN
-            p_job.errors := {schema}.with_error(p_job.errors, 0,
-                format('superseded by job %s, which holds its unique key', v_holder), p_now);
+            p_job.errors := {schema}.with_error(p_job.errors, 0, {schema}.superseded_by(v_holder), p_now);
             PERFORM {schema}.store_done(p_job, 'cancelled', p_now);
             RETURN 'cancelled';
         END IF;

@@ -291,6 +291,7 @@ BEGIN
     IF v_jobs IS NOT NULL THEN
         DELETE FROM {schema}.job_unique_claims AS c WHERE c.job_id = ANY (v_jobs);
     END IF;
+    PERFORM {schema}.purge_unique_keys(p_limit);
     RETURN v_deleted;
 END
 $function$;

@@ -11,15 +11,17 @@ use super::exit::{CommandError, ExitCode};
 use super::output::{Table, thousands};
 use super::progress::bar;
 use super::{Access, Context};
-use crate::engine::enqueue::{BulkEnqueue, DEFAULT_MAX_ATTEMPTS, DEFAULT_PRIORITY, DEFAULT_QUEUE, NewJob};
+use crate::engine::enqueue::{BulkEnqueue, DEFAULT_MAX_ATTEMPTS, DEFAULT_PRIORITY, DEFAULT_QUEUE, Enqueued, NewJob};
 use crate::engine::enqueue_stream::{OnError, StreamOptions, StreamReport, enqueue_stream};
+use crate::engine::unique::UniqueOptions;
 use crate::engine::worker::RawJson;
 use crate::engine::{Session, Target, duration};
 
 /// Enqueue one job, or a file of them
 ///
-/// A file has one JSON object a line with the fields kind, queue, args, priority, max_attempts, run_at, tags and
-/// metadata; all but kind have defaults. It is read as a stream, a batch a transaction. With --on-error stop (the default)
+/// A file has one JSON object a line with the fields kind, queue, args, priority, max_attempts, run_at, tags,
+/// metadata and unique; all but kind have defaults. unique is an object with by_queue (false), by_args (true), by_period
+/// (none, or a duration such as "1h") and states (a list of state names). It is read as a stream, a batch a transaction. With --on-error stop (the default)
 /// a bad line keeps its whole batch out, and the line to resume from is said; with skip it alone is left out, and the
 /// exit code is 1 only if nothing was enqueued.
 #[derive(Debug, clap::Args)]
@@ -59,6 +61,14 @@ pub struct Args {
     #[arg(long, value_name = "JSON", conflicts_with = "file")]
     metadata: Option<String>,
 
+    /// What another job must share for this one not to be enqueued beside it
+    ///
+    /// kind, and any of queue, args, period=DURATION (only within the same period, by the database's clock) and
+    /// states=STATE+STATE (only while the other is in one of these; default
+    /// scheduled+available+running+completed+retryable). Example: --unique kind,args,period=1h
+    #[arg(long, value_name = "PARTS", conflicts_with = "file")]
+    unique: Option<UniqueOptions>,
+
     /// How many of it, in one transaction
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1_000_000), conflicts_with = "file")]
     count: u32,
@@ -67,7 +77,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     file: Option<PathBuf>,
 
-    /// Lines per transaction
+    /// Lines per transaction; fewer when they come to 16 MiB
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=100_000), requires = "file")]
     batch: u32,
 
@@ -84,9 +94,11 @@ enum OnErrorArg {
 }
 
 #[derive(Serialize)]
-struct Enqueued {
+struct Report {
     enqueued: usize,
     job_ids: Vec<i64>,
+    /// Jobs that were there already and hold the unique key, once for each that was not enqueued.
+    duplicates_of: Vec<i64>,
 }
 
 pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
@@ -109,6 +121,7 @@ async fn alike(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
     job.tags = args.tags;
     job.metadata = args.metadata.as_deref().map(|text| json("--metadata", text)).transpose()?;
     job.run_at = args.run_at;
+    job.unique = args.unique;
     let delay = args.delay.as_deref().map(duration::parse).transpose();
     let delay = delay
         .map_err(|e| CommandError::usage("--in is not usable", e.to_string(), "say it like 250ms, 90s, 5m or 2h"))?;
@@ -119,28 +132,41 @@ async fn alike(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
     if let Some(delay) = delay {
         job.run_at = Some(database_time_in(&session, delay).await?);
     }
-    let ids = insert(&mut session, &resolved.target, &job, args.count).await?;
+    let all = insert(&mut session, &resolved.target, &job, args.count).await?;
     session.close().await;
-    context.output.print(&Enqueued { enqueued: ids.len(), job_ids: ids }, |e| {
-        let ids: Vec<String> = e.job_ids.iter().take(10).map(i64::to_string).collect();
-        let more = if e.job_ids.len() > 10 { ", …" } else { "" };
-        Table::facts([("enqueued", thousands(e.enqueued as i64)), ("job ids", ids.join(", ") + more)])
+    let ids = |duplicate| all.iter().filter(|e| e.duplicate == duplicate).map(|e| e.job_id).collect::<Vec<i64>>();
+    let report = Report { enqueued: ids(false).len(), job_ids: ids(false), duplicates_of: ids(true) };
+    context.output.print(&report, |r| {
+        let mut facts = vec![("enqueued", thousands(r.enqueued as i64)), ("job ids", first_ids(&r.job_ids))];
+        if !r.duplicates_of.is_empty() {
+            facts.push(("duplicates", thousands(r.duplicates_of.len() as i64)));
+            facts.push(("of job", first_ids(&r.duplicates_of)));
+        }
+        Table::facts(facts)
     })?;
     Ok(ExitCode::Done)
 }
 
-async fn insert(session: &mut Session, target: &Target, job: &NewJob, count: u32) -> anyhow::Result<Vec<i64>> {
+fn first_ids(ids: &[i64]) -> String {
+    let mut distinct = ids.to_vec();
+    distinct.dedup();
+    let more = if distinct.len() > 10 { ", …" } else { "" };
+    let first: Vec<String> = distinct.iter().take(10).map(i64::to_string).collect();
+    first.join(", ") + more
+}
+
+async fn insert(session: &mut Session, target: &Target, job: &NewJob, count: u32) -> anyhow::Result<Vec<Enqueued>> {
     let bulk = BulkEnqueue::prepare(session, &target.schema).await?;
     let transaction = session.transaction().await?;
-    let mut ids = Vec::new();
+    let mut enqueued = Vec::new();
     let mut left = count as usize;
     while left > 0 {
         let jobs = vec![job.clone(); left.min(1000)];
         left -= jobs.len();
-        ids.extend(bulk.run(&transaction, &jobs).await?);
+        enqueued.extend(bulk.run(&transaction, &jobs).await?);
     }
     transaction.commit().await?;
-    Ok(ids)
+    Ok(enqueued)
 }
 
 async fn database_time_in(session: &Session, delay: Duration) -> anyhow::Result<DateTime<Utc>> {
@@ -185,6 +211,9 @@ async fn from_file(args: &Args, file: &PathBuf, context: &Context) -> anyhow::Re
     for bad in &report.bad_lines {
         context.note(&format!("line {}: {}", bad.line, bad.why));
     }
+    for duplicate in &report.duplicate_lines {
+        context.note(&format!("line {}: a duplicate of job {}", duplicate.line, duplicate.duplicate_of));
+    }
     if let Some(line) = report.resume_from {
         context.note(&format!("stopped; correct the file and resume from line {line}"));
     }
@@ -198,6 +227,7 @@ fn file_table(report: &StreamReport) -> Table {
         ("enqueued", thousands(report.enqueued as i64)),
         ("lines read", thousands(report.lines as i64)),
         ("bad lines", thousands(report.skipped as i64)),
+        ("duplicates", thousands(report.duplicates as i64)),
     ];
     if let Some(line) = report.resume_from {
         facts.push(("resume from line", line.to_string()));

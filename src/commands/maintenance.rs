@@ -234,6 +234,12 @@ fn report_table(report: &MaintenanceReport) -> Table {
     if report.promoted > 0 {
         table.row(["promote".to_owned(), "jobs became ready".into(), n(&report.promoted)]);
     }
+    if report.cron_fired > 0 {
+        table.row(["cron".to_owned(), "due jobs were enqueued".into(), n(&report.cron_fired)]);
+    }
+    if report.cron_missed > 0 {
+        table.row(["cron".to_owned(), "occurrences made no job".into(), n(&report.cron_missed)]);
+    }
     if report.trimmed > 0 {
         table.row(["trim".to_owned(), "old cursor rows removed".into(), n(&report.trimmed)]);
     }

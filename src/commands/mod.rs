@@ -10,6 +10,7 @@ pub mod completions;
 pub mod confirm;
 pub mod context;
 pub mod contexts;
+pub mod cron;
 pub mod demo;
 pub mod dlq;
 pub mod enqueue;
@@ -55,6 +56,7 @@ pub enum Command {
     Job(job::Args),
     Queue(queue::Args),
     Dlq(dlq::Args),
+    Cron(cron::Args),
     Inspect(inspect::Args),
     Bench(bench::Args),
     Completions(completions::Args),
@@ -71,6 +73,7 @@ async fn run(command: Command, context: &Context) -> anyhow::Result<ExitCode> {
         Command::Job(args) => job::run(args, context).await,
         Command::Queue(args) => queue::run(args, context).await,
         Command::Dlq(args) => dlq::run(args, context).await,
+        Command::Cron(args) => cron::run(args, context).await,
         Command::Inspect(args) => inspect::run(args, context).await,
         Command::Bench(args) => bench::run(args, context).await,
         Command::Completions(args) => completions::run(&args, context),
@@ -181,10 +184,13 @@ pub fn main() -> std::process::ExitCode {
         Ok(code) => code,
         Err(error) => context.fail(&error),
     };
-    match runtime.block_on(context.close()) {
-        Ok(()) => code.into(),
-        Err(error) => context.fail(&error).into(),
-    }
+    let code = match runtime.block_on(context.close()) {
+        Ok(()) => code,
+        Err(error) => context.fail(&error),
+    };
+    // Not by dropping it, which waits for blocking threads: one may be reading a standard input that nobody closes.
+    runtime.shutdown_background();
+    code.into()
 }
 
 #[cfg(test)]

@@ -9,13 +9,16 @@ use super::exit::{CommandError, ExitCode};
 use super::output::{Table, thousands};
 use super::signals::{Signals, exit_now};
 use super::{Access, Context};
-use crate::engine::worker::{Config, Fleet, FleetOptions, MAX_WORKERS, QueueConfig, QueueOptions, Registry, StatsNow};
+use crate::engine::cron::{self, Put};
+use crate::engine::maintenance::MaintenanceOptions;
+use crate::engine::worker::{Config, Fleet, FleetOptions, MAX_WORKERS, QueueOptions, Registry, StatsNow};
 use crate::engine::{EngineError, connect, duration, migrate};
 
 /// Run jobs until SIGTERM or Ctrl-C
 ///
 /// The first signal drains: nothing more is claimed, running jobs may end within --shutdown-timeout, what is not started is
-/// handed back, every result is written, exit 0. A second signal exits at once with 130; what ran then is rescued later.
+/// handed back, every result is written, exit 0; exit 1 if the database did not take some of them in time. A second signal
+/// exits at once with 143 (SIGTERM) or 130 (SIGINT) and kills the programs that run; their jobs are rescued later.
 /// Runs maintenance too; of all processes that do, one leads.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -34,6 +37,10 @@ pub struct Args {
     /// How long running jobs may go on after a signal
     #[arg(long, default_value = "30s", value_name = "DURATION", value_parser = parse_duration)]
     shutdown_timeout: Duration,
+
+    /// How long a job runs before the database is told that it lives, and again each time; 45s at most
+    #[arg(long, default_value = "15s", value_name = "DURATION", value_parser = parse_heartbeat)]
+    heartbeat_interval: Duration,
 
     /// Leave maintenance to other processes
     #[arg(long)]
@@ -69,17 +76,28 @@ fn parse_duration(text: &str) -> Result<Duration, String> {
     if parsed.is_zero() { Err("it must be longer than nothing".into()) } else { Ok(parsed) }
 }
 
+/// Two beats at least before a worker is taken for lost.
+fn parse_heartbeat(text: &str) -> Result<Duration, String> {
+    let longest = MaintenanceOptions::default().stale_after / 2;
+    match parse_duration(text)? {
+        interval if interval > longest => Err(format!("it must be at most {}", duration::format(longest))),
+        interval => Ok(interval),
+    }
+}
+
 pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
     // From the start, so that a signal during start-up is not the default's sudden end.
     let mut signals = Signals::listen()?;
-    let (queues, registry) = setting(&args)?;
+    let Setting { queues, max_workers, registry, cron_jobs } = setting(&args)?;
     let resolved = context.target(Access::Change).await?;
-    if !wait_for_schema(context, &mut signals).await? {
+    if !prepare(context, &mut signals, &cron_jobs).await? {
         return Ok(ExitCode::Done);
     }
 
     let mut options = FleetOptions::new(queues);
+    options.max_workers = max_workers.map(usize::from);
     options.poll_interval = args.poll_interval;
+    options.heartbeat_interval = args.heartbeat_interval;
     options.shutdown_timeout = args.shutdown_timeout;
     if args.no_maintenance {
         options.maintenance = None;
@@ -100,25 +118,36 @@ pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
         signal = signals.next() => exit_now(context, signal),
     };
     context.output.print(&stats, stats_table)?;
+    if stats.unwritten > 0 {
+        let results = if stats.unwritten == 1 { "result" } else { "results" };
+        context.note(&format!(
+            "{} {results} could not be written; their attempts stay open until they are rescued, and run again",
+            thousands(stats.unwritten as i64)
+        ));
+        return Ok(ExitCode::Failed);
+    }
     Ok(ExitCode::Done)
 }
 
-/// The config's queues, changed by the flags, and the handlers.
-fn setting(args: &Args) -> anyhow::Result<(Vec<QueueOptions>, Registry)> {
-    let (mut queues, registry): (BTreeMap<String, QueueConfig>, Registry) = match &args.config {
-        Some(path) => {
-            let config = Config::load(path).map_err(|e| {
-                CommandError::usage(
-                    format!("{} is not usable", path.display()),
-                    e.to_string(),
-                    "see examples/workers.yaml",
-                )
-            })?;
-            let registry = config.registry()?;
-            (config.queues.into_iter().map(|(name, queue)| (name.to_string(), queue)).collect(), registry)
-        }
-        None => (BTreeMap::new(), Registry::new()),
+type CronJobs = BTreeMap<String, cron::Definition>;
+
+struct Setting {
+    queues: Vec<QueueOptions>,
+    max_workers: Option<u16>,
+    registry: Registry,
+    cron_jobs: CronJobs,
+}
+
+/// The config's queues, changed by the flags, the handlers, and the cron jobs.
+fn setting(args: &Args) -> anyhow::Result<Setting> {
+    let config = match &args.config {
+        Some(path) => Config::load(path).map_err(|e| {
+            CommandError::usage(format!("{} is not usable", path.display()), e.to_string(), "see examples/workers.yaml")
+        })?,
+        None => Config::default(),
     };
+    let registry = config.registry()?;
+    let Config { mut queues, max_workers, cron: cron_jobs, .. } = config;
     for arg in &args.queues {
         let queue = queues.entry(arg.name.clone()).or_default();
         if let Some(workers) = arg.workers {
@@ -142,19 +171,31 @@ fn setting(args: &Args) -> anyhow::Result<(Vec<QueueOptions>, Registry)> {
         .into());
     }
     let queues = queues.into_iter().map(|(name, queue)| QueueOptions::of(name, &queue)).collect();
-    Ok((queues, registry))
+    Ok(Setting { queues, max_workers, registry, cron_jobs })
 }
 
-/// Waits for a database that is down; says no when a signal came first.
-async fn wait_for_schema(context: &Context, signals: &mut Signals) -> anyhow::Result<bool> {
+/// Checks the schema and puts the cron jobs in place. Waits for a database that is down; says no when a signal came first.
+async fn prepare(context: &Context, signals: &mut Signals, cron_jobs: &CronJobs) -> anyhow::Result<bool> {
     let target = &context.target(Access::Change).await?.target;
     let mut told = false;
     loop {
         let checked = async {
             let session = connect(target).await?;
-            migrate::require_current(&session, &target.schema).await
+            migrate::require_current(&session, &target.schema).await?;
+            for (name, job) in cron_jobs {
+                match cron::put(&session, &target.schema, name, job, true).await? {
+                    Put::Added => context.note(&format!("cron job {name}: added")),
+                    Put::Changed => context.note(&format!("cron job {name}: changed to what the config says")),
+                    Put::Unchanged | Put::Exists => {}
+                }
+            }
+            Ok(())
         };
-        match checked.await {
+        let checked = tokio::select! {
+            checked = checked => checked,
+            _ = signals.next() => return Ok(false),
+        };
+        match checked {
             Ok(()) => return Ok(true),
             Err(error @ EngineError::Unreachable { .. }) => {
                 if !told {
@@ -180,7 +221,9 @@ fn stats_table(stats: &StatsNow) -> Table {
         ("cancelled", number(stats.cancelled)),
         ("retried", number(stats.retried)),
         ("snoozed", number(stats.snoozed)),
+        ("left waiting", number(stats.waiting)),
         ("handed back", number(stats.handed_back)),
         ("results that lost", number(stats.lost)),
+        ("results not written", number(stats.unwritten)),
     ])
 }

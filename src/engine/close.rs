@@ -19,7 +19,8 @@ pub enum Ending {
     /// For good.
     Failed,
     Cancelled,
-    /// Comes back while attempts are left, else fails; after the delay, or at once without one.
+    /// Comes back while attempts are left, else fails; after the delay, or without one after the backoff that the
+    /// database reckons.
     Retry(Option<Duration>),
     /// Comes back after the delay; the attempt does not count.
     Snooze(Duration),

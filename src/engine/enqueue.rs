@@ -14,6 +14,7 @@ use tokio_postgres::{Client, Statement, Transaction};
 
 use super::error::{EngineError, Result};
 use super::schema::Schema;
+use super::unique::UniqueOptions;
 use super::worker::RawJson;
 
 pub const MAX_NAME_CHARS: usize = 200;
@@ -42,6 +43,9 @@ pub struct NewJob {
     pub tags: Vec<String>,
     #[serde(default)]
     pub metadata: Option<RawJson>,
+    /// What keeps a second such job out; nothing if absent.
+    #[serde(default)]
+    pub unique: Option<UniqueOptions>,
 }
 
 fn default_queue() -> String {
@@ -68,6 +72,7 @@ impl NewJob {
             run_at: None,
             tags: Vec::new(),
             metadata: None,
+            unique: None,
         }
     }
 
@@ -105,7 +110,7 @@ impl NewJob {
     }
 
     fn is_plain(&self) -> bool {
-        self.run_at.is_none()
+        self.run_at.is_none() && self.unique.is_none()
     }
 }
 
@@ -118,6 +123,14 @@ fn check_name(field: &str, name: &str) -> Result<()> {
         return Err(EngineError::invalid(field, "it contains U+0000, which PostgreSQL cannot store"));
     }
     Ok(())
+}
+
+/// What became of a job that was to be enqueued.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Enqueued {
+    /// Of the job that exists now: the new one, or the one that holds its unique key.
+    pub job_id: i64,
+    pub duplicate: bool,
 }
 
 /// The prepared statements of a bulk producer, bound to one session.
@@ -137,12 +150,15 @@ impl BulkEnqueue {
         );
         let wake = schema.render("SELECT {schema}.wake_queue(q) FROM unnest($1::text[]) AS q");
         let many = schema.render(
-            "SELECT job_id
+            "SELECT job_id, duplicate_of IS NOT NULL
              FROM {schema}.enqueue_many((
                  SELECT array_agg(ROW(j.kind, j.queue, j.args, j.priority, j.max_attempts, j.run_at,
-                            ARRAY(SELECT jsonb_array_elements_text(j.tags)), j.metadata, NULL, NULL)::{schema}.new_job ORDER BY j.n)
-                 FROM unnest($1::text[], $2::text[], $3::jsonb[], $4::int2[], $5::int2[], $6::timestamptz[], $7::jsonb[], $8::jsonb[])
-                      WITH ORDINALITY AS j (kind, queue, args, priority, max_attempts, run_at, tags, metadata, n)))",
+                            ARRAY(SELECT jsonb_array_elements_text(j.tags)), j.metadata, j.unique_key,
+                            j.unique_states::bit(8))::{schema}.new_job ORDER BY j.n)
+                 FROM unnest($1::text[], $2::text[], $3::jsonb[], $4::int2[], $5::int2[], $6::timestamptz[], $7::jsonb[], $8::jsonb[],
+                             $9::bytea[], $10::text[])
+                      WITH ORDINALITY AS j (kind, queue, args, priority, max_attempts, run_at, tags, metadata, unique_key,
+                           unique_states, n)))",
         );
         let copy = copy_into(schema, "ready_entries");
         Ok(Self {
@@ -153,24 +169,29 @@ impl BulkEnqueue {
         })
     }
 
-    /// Enqueues all jobs within `transaction`, through COPY; those with a `run_at` through `enqueue_many`. Returns their
-    /// ids in the jobs' order. Nothing is visible before the transaction commits.
-    pub async fn run(&self, transaction: &Transaction<'_>, jobs: &[NewJob]) -> Result<Vec<i64>> {
+    /// Enqueues all jobs within `transaction`, through COPY; those with a `run_at` or a unique key through `enqueue_many`.
+    /// Returns what became of them in the jobs' order. Nothing is visible before the transaction commits.
+    pub async fn run(&self, transaction: &Transaction<'_>, jobs: &[NewJob]) -> Result<Vec<Enqueued>> {
         for (n, job) in jobs.iter().enumerate() {
             job.check().map_err(|e| at_place(e, n))?;
         }
-        let mut ids = vec![0; jobs.len()];
-        let dated: Vec<usize> = (0..jobs.len()).filter(|&n| !jobs[n].is_plain()).collect();
-        if !dated.is_empty() {
-            self.enqueue_dated(transaction, jobs, &dated, &mut ids).await?;
+        let mut enqueued = vec![Enqueued { job_id: 0, duplicate: false }; jobs.len()];
+        let special: Vec<usize> = (0..jobs.len()).filter(|&n| !jobs[n].is_plain()).collect();
+        if !special.is_empty() {
+            self.enqueue_special(transaction, jobs, &special, &mut enqueued).await?;
         }
-        if dated.len() < jobs.len() {
-            self.copy_plain(transaction, jobs, &mut ids).await?;
+        if special.len() < jobs.len() {
+            self.copy_plain(transaction, jobs, &mut enqueued).await?;
         }
-        Ok(ids)
+        Ok(enqueued)
     }
 
-    async fn copy_plain(&self, transaction: &Transaction<'_>, jobs: &[NewJob], ids: &mut [i64]) -> Result<()> {
+    async fn copy_plain(
+        &self,
+        transaction: &Transaction<'_>,
+        jobs: &[NewJob],
+        enqueued: &mut [Enqueued],
+    ) -> Result<()> {
         let mut lanes: Vec<(&str, i16, i32)> = Vec::new();
         let mut lane_of = Vec::with_capacity(jobs.len());
         for job in jobs.iter().filter(|job| job.is_plain()) {
@@ -203,7 +224,7 @@ impl BulkEnqueue {
         let mut out = BytesMut::with_capacity(128 + jobs.iter().map(|j| 160 + j.args.as_str().len()).sum::<usize>());
         begin_copy(&mut out);
         for ((n, job), lane) in jobs.iter().enumerate().filter(|(_, job)| job.is_plain()).zip(lane_of) {
-            ids[n] = reserved[lane].write(job, &mut out)?;
+            enqueued[n].job_id = reserved[lane].write(job, &mut out)?;
         }
         end_copy(&mut out);
 
@@ -218,14 +239,23 @@ impl BulkEnqueue {
         Ok(())
     }
 
-    async fn enqueue_dated(
+    async fn enqueue_special(
         &self,
         transaction: &Transaction<'_>,
         jobs: &[NewJob],
-        dated: &[usize],
-        ids: &mut [i64],
+        special: &[usize],
+        enqueued: &mut [Enqueued],
     ) -> Result<()> {
-        let pick = || dated.iter().map(|&n| &jobs[n]);
+        let pick = || special.iter().map(|&n| &jobs[n]);
+        // The database's clock decides in which period a job is (I7).
+        let mut now = DateTime::UNIX_EPOCH;
+        if pick().any(|j| j.unique.as_ref().is_some_and(|u| u.by_period.is_some())) {
+            now = transaction.query_one("SELECT clock_timestamp()", &[]).await?.try_get(0)?;
+        }
+        let key = |j: &NewJob| j.unique.as_ref().map(|u| u.key(&j.kind, &j.queue, &j.args, now).to_vec());
+        let unique_keys: Vec<Option<Vec<u8>>> = pick().map(key).collect();
+        let unique_states: Vec<Option<String>> =
+            pick().map(|j| j.unique.as_ref().map(|u| u.states.to_string())).collect();
         let kinds: Vec<&str> = pick().map(|j| &*j.kind).collect();
         let queues: Vec<&str> = pick().map(|j| &*j.queue).collect();
         let args: Vec<&RawJson> = pick().map(|j| &j.args).collect();
@@ -235,10 +265,24 @@ impl BulkEnqueue {
         let tags: Vec<serde_json::Value> = pick().map(|j| j.tags.clone().into()).collect();
         let metadata: Vec<Option<&RawJson>> = pick().map(|j| j.metadata.as_ref()).collect();
         let rows = transaction
-            .query(&self.many, &[&kinds, &queues, &args, &priorities, &max_attempts, &run_ats, &tags, &metadata])
+            .query(
+                &self.many,
+                &[
+                    &kinds,
+                    &queues,
+                    &args,
+                    &priorities,
+                    &max_attempts,
+                    &run_ats,
+                    &tags,
+                    &metadata,
+                    &unique_keys,
+                    &unique_states,
+                ],
+            )
             .await?;
-        for (row, &n) in rows.iter().zip(dated) {
-            ids[n] = row.try_get(0)?;
+        for (row, &n) in rows.iter().zip(special) {
+            enqueued[n] = Enqueued { job_id: row.try_get(0)?, duplicate: row.try_get(1)? };
         }
         Ok(())
     }

@@ -7,12 +7,15 @@ use serde::Serialize;
 use tokio::io::{AsyncBufRead, AsyncBufReadExt};
 use tokio_postgres::Client;
 
-use super::enqueue::{BulkEnqueue, NewJob};
+use super::enqueue::{BulkEnqueue, Enqueued, NewJob};
 use super::error::{EngineError, Result};
 use super::schema::Schema;
 
 /// The longest line taken.
 pub const MAX_LINE_BYTES: usize = 16 * 1024 * 1024;
+
+/// Lines of one transaction have this many bytes at most, or there is only one.
+pub const MAX_BATCH_BYTES: usize = 16 * 1024 * 1024;
 
 /// What to do about a line that is no job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,7 +28,7 @@ pub enum OnError {
 
 #[derive(Debug, Clone, Copy)]
 pub struct StreamOptions {
-    /// Lines per transaction.
+    /// Lines per transaction; fewer when they are long, see [`MAX_BATCH_BYTES`].
     pub batch: usize,
     pub on_error: OnError,
 }
@@ -44,6 +47,14 @@ pub struct BadLine {
     pub why: String,
 }
 
+/// A line whose job was there already.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct DuplicateLine {
+    pub line: u64,
+    /// The job that holds its unique key.
+    pub duplicate_of: i64,
+}
+
 /// How far the stream came.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct StreamReport {
@@ -56,6 +67,9 @@ pub struct StreamReport {
     /// Lines left out; only the newest [`KEPT_BAD_LINES`] are kept below.
     pub skipped: u64,
     pub bad_lines: VecDeque<BadLine>,
+    /// Lines whose job was there already; only the newest [`KEPT_BAD_LINES`] are kept below.
+    pub duplicates: u64,
+    pub duplicate_lines: VecDeque<DuplicateLine>,
     /// Where to go on after the bad line that stopped it.
     pub resume_from: Option<u64>,
 }
@@ -79,7 +93,7 @@ pub async fn enqueue_stream(
     loop {
         line.clear();
         let ended = read_line(&mut reader, &mut line, &mut report).await?;
-        let full = batch.jobs.len() >= options.batch;
+        let full = batch.jobs.len() >= options.batch || batch.bytes + line.len() > MAX_BATCH_BYTES;
         if full || ended {
             batch.flush(client, &bulk, options.on_error, &mut report).await?;
             on_progress(&report);
@@ -88,7 +102,7 @@ pub async fn enqueue_stream(
             return Ok(report);
         }
         match parse(&line) {
-            Ok(Some(job)) => batch.push(job, report.lines),
+            Ok(Some(job)) => batch.push(job, report.lines, line.len()),
             Ok(None) => {}
             Err(why) => {
                 report.bad(report.lines, why);
@@ -140,6 +154,10 @@ fn parse(line: &[u8]) -> Result<Option<NewJob>, String> {
     if text.trim().is_empty() {
         return Ok(None);
     }
+    // An array of the fields' values would do for serde, and is more likely a mistake.
+    if !text.trim_start().starts_with('{') {
+        return Err("it is not a JSON object".into());
+    }
     let job: NewJob = serde_json::from_str(text).map_err(|e| {
         // The line number of the error is always 1 here; the file's is said by the caller.
         e.to_string().replace(" at line 1 column ", ", at column ")
@@ -156,6 +174,20 @@ impl StreamReport {
         }
         self.bad_lines.push_back(BadLine { line, why });
     }
+
+    fn count(&mut self, lines: &[u64], enqueued: &[Enqueued]) {
+        for (&line, job) in lines.iter().zip(enqueued) {
+            if !job.duplicate {
+                self.enqueued += 1;
+                continue;
+            }
+            self.duplicates += 1;
+            if self.duplicate_lines.len() == KEPT_BAD_LINES {
+                self.duplicate_lines.pop_front();
+            }
+            self.duplicate_lines.push_back(DuplicateLine { line, duplicate_of: job.job_id });
+        }
+    }
 }
 
 #[derive(Default)]
@@ -163,10 +195,12 @@ struct Batch {
     jobs: Vec<NewJob>,
     /// The line of each job.
     lines: Vec<u64>,
+    bytes: usize,
 }
 
 impl Batch {
-    fn push(&mut self, job: NewJob, line: u64) {
+    fn push(&mut self, job: NewJob, line: u64, bytes: usize) {
+        self.bytes += bytes;
         self.jobs.push(job);
         self.lines.push(line);
     }
@@ -186,7 +220,7 @@ impl Batch {
                 continue;
             }
             match self.enqueue(client, bulk, part.clone()).await {
-                Ok(()) => report.enqueued += part.len() as u64,
+                Ok(enqueued) => report.count(&self.lines[part], &enqueued),
                 Err(error) if !is_of_the_data(&error) => return Err(error),
                 Err(error) if on_error == OnError::Stop => {
                     report.bad(self.lines[part.start], format!("the batch that starts here was refused: {error}"));
@@ -203,14 +237,15 @@ impl Batch {
         }
         self.jobs.clear();
         self.lines.clear();
+        self.bytes = 0;
         Ok(())
     }
 
-    async fn enqueue(&self, client: &mut Client, bulk: &BulkEnqueue, part: Range<usize>) -> Result<()> {
+    async fn enqueue(&self, client: &mut Client, bulk: &BulkEnqueue, part: Range<usize>) -> Result<Vec<Enqueued>> {
         let transaction = client.transaction().await?;
-        bulk.run(&transaction, &self.jobs[part]).await?;
+        let enqueued = bulk.run(&transaction, &self.jobs[part]).await?;
         transaction.commit().await?;
-        Ok(())
+        Ok(enqueued)
     }
 }
 

@@ -15,6 +15,7 @@ use tokio::time::Instant;
 use tokio_postgres::Client;
 
 use super::connect::Session;
+use super::cron;
 use super::error::{EngineError, Result};
 use super::promote::promote;
 use super::rescue::rescue;
@@ -44,6 +45,8 @@ pub struct MaintenanceOptions {
     pub stale_after: Duration,
     /// Claim batches a rescue looks at in each claim slot, and leases.
     pub rescue_limit: i32,
+    /// How often it is looked whether a cron job is due.
+    pub cron_every: Duration,
 }
 
 impl Default for MaintenanceOptions {
@@ -60,6 +63,7 @@ impl Default for MaintenanceOptions {
             rescue_every: Duration::from_millis(500),
             stale_after: Duration::from_secs(90),
             rescue_limit: 500,
+            cron_every: Duration::from_millis(500),
         }
     }
 }
@@ -74,6 +78,9 @@ pub struct MaintenanceReport {
     pub trimmed: u64,
     /// Attempts taken from lost workers, ended by their deadline, or by their callback's timeout.
     pub rescued: BTreeMap<&'static str, u64>,
+    /// Jobs enqueued by cron, and occurrences that made none: coalesced into a later one, or refused.
+    pub cron_fired: u64,
+    pub cron_missed: u64,
     /// Failed jobs that were held long enough.
     pub expired: u64,
     /// Stretches of deep backlogs counted once, so that nobody else has to.
@@ -106,10 +113,11 @@ enum Task {
     Rotate,
     Prune,
     Trim,
+    Cron,
 }
 
 impl Task {
-    const ALL: [Task; 5] = [Task::Promote, Task::Rescue, Task::Rotate, Task::Prune, Task::Trim];
+    const ALL: [Task; 6] = [Task::Promote, Task::Cron, Task::Rescue, Task::Rotate, Task::Prune, Task::Trim];
 
     fn name(self) -> &'static str {
         match self {
@@ -118,6 +126,7 @@ impl Task {
             Self::Rotate => "rotate",
             Self::Prune => "prune",
             Self::Trim => "trim",
+            Self::Cron => "cron",
         }
     }
 
@@ -128,6 +137,7 @@ impl Task {
             Self::Rotate => options.rotate_every,
             Self::Prune => options.prune_every,
             Self::Trim => options.trim_every,
+            Self::Cron => options.cron_every,
         }
     }
 
@@ -147,6 +157,18 @@ impl Task {
                     if moved == 0 {
                         break;
                     }
+                }
+            }
+            Self::Cron => {
+                let passed = cron::pass(client, schema).await?;
+                report.cron_fired += passed.fired;
+                report.cron_missed += passed.missed.unsigned_abs();
+                for (reason, n) in passed.skipped {
+                    *report.skipped.entry(format!("cron: {reason}")).or_default() += n;
+                }
+                for (name, error) in passed.failed {
+                    tracing::warn!(cron = name, error, "a cron job could not be fired");
+                    report.failed.insert("cron", format!("{name}: {error}"));
                 }
             }
             Self::Rescue => {
@@ -178,10 +200,13 @@ impl Task {
                 let row = client.query_one(&sql, &[]).await?;
                 report.backlog_stretches_counted += row.try_get::<_, i32>(0)?.unsigned_abs() as u64;
                 report.trimmed += row.try_get::<_, i64>(1)?.unsigned_abs();
-                let sql = schema.render("SELECT {schema}.trim_attempt_state(), {schema}.purge_expired()");
+                let sql = schema.render(
+                    "SELECT {schema}.trim_attempt_state(), {schema}.purge_expired(), {schema}.fold_terminal_rollups()",
+                );
                 let row = client.query_one(&sql, &[]).await?;
                 report.trimmed += row.try_get::<_, i64>(0)?.unsigned_abs();
                 report.expired += row.try_get::<_, i32>(1)?.unsigned_abs() as u64;
+                report.trimmed += row.try_get::<_, i64>(2)?.unsigned_abs();
             }
         }
         Ok(())

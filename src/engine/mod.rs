@@ -8,6 +8,7 @@ pub mod complete;
 pub mod connect;
 pub mod conninfo;
 pub mod counts;
+pub mod cron;
 pub mod dead_tuples;
 pub mod duration;
 pub mod embedded;
@@ -30,6 +31,7 @@ pub mod ring;
 pub mod schema;
 pub mod target;
 pub mod tls;
+pub mod unique;
 pub mod worker;
 
 pub use connect::{Session, connect};

@@ -1,15 +1,25 @@
 //! Promote: due deferred jobs become ready, in due order (engine.md, Maintenance).
 //!
-//! One call of `{schema}.promote`, which locks the due rows and passes over those that somebody else holds.
-//! Guarded by `tests/engine_complete.rs`.
+//! One call of `{schema}.promote_queue` a queue, each its own transaction, so that unique keys are taken in their order; it
+//! locks the due rows and passes over those that somebody else holds. Guarded by `tests/engine_queues.rs`.
 
 use tokio_postgres::Client;
 
 use super::error::Result;
 use super::schema::Schema;
 
-/// Moves at most `limit` due jobs; returns how many.
+/// Moves about `limit` due jobs, shared out evenly among the queues that have some; returns how many.
 pub async fn promote(client: &Client, schema: &Schema, limit: i32) -> Result<i32> {
-    let sql = schema.render("SELECT {schema}.promote($1)");
-    Ok(client.query_one(&sql, &[&limit]).await?.try_get(0)?)
+    let queues = client.query(&schema.render("SELECT q FROM {schema}.due_queues() AS q"), &[]).await?;
+    if queues.is_empty() {
+        return Ok(0);
+    }
+    let each = (limit / queues.len() as i32).max(1);
+    let promote = client.prepare(&schema.render("SELECT {schema}.promote_queue($1, $2)")).await?;
+    let mut moved = 0;
+    for queue in &queues {
+        let queue: &str = queue.try_get(0)?;
+        moved += client.query_one(&promote, &[&queue, &each]).await?.try_get::<_, i32>(0)?;
+    }
+    Ok(moved)
 }

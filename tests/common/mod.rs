@@ -254,6 +254,23 @@ impl Session {
         Ok(rows.iter().map(|r| (r.get(0), r.get(1))).collect())
     }
 
+    /// Each part is one run: the first attempt names the slot, receipt and lease, all of them the jobs.
+    pub async fn complete_runs(&self, runs: &[&[Attempt]]) -> Vec<(i32, String)> {
+        let firsts: Vec<Attempt> = runs.iter().map(|r| r[0]).collect();
+        let (slots, receipts, _, leases) = columns(&firsts);
+        let stops: Vec<i32> = runs
+            .iter()
+            .scan(0, |stop, r| {
+                *stop += r.len() as i32;
+                Some(*stop)
+            })
+            .collect();
+        let jobs: Vec<i64> = runs.iter().flat_map(|r| r.iter().map(|a| a.job)).collect();
+        let sql = "SELECT place, reason FROM @complete_runs($1, $2, $3, $4, $5)";
+        let rows = self.rows(sql, &[&slots, &receipts, &leases, &stops, &jobs]).await.unwrap();
+        rows.iter().map(|r| (r.get(0), r.get(1))).collect()
+    }
+
     /// Every attempt with the same outcome, error and delay.
     pub async fn close(&self, a: &[Attempt], outcome: &str, error: Option<&str>, delay: &str) -> Vec<(i32, String)> {
         self.try_close(a, outcome, error, delay).await.unwrap()

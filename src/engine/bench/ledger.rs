@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::BoxFuture;
 
+use super::scenario::{Fate, Mix};
 use crate::engine::enqueue::NewJob;
-use crate::engine::worker::{Job, JobContext, Outcome, RawJson, Worker};
+use crate::engine::worker::{Job, JobContext, Outcome, Worker};
 
 /// One entry a job, by the number in its args.
 pub(super) struct Ledger {
@@ -112,7 +113,7 @@ pub(super) fn jobs(numbers: std::ops::Range<usize>, payload: usize) -> Vec<NewJo
         .map(|n| {
             // The number comes first in jsonb's order too: shorter keys are before longer ones, and n before p.
             let args = format!(r#"{{"n": {n}, "p": "{filler}"}}"#);
-            let mut job = NewJob::new(KIND, RawJson::from_json(&args).unwrap_or_default());
+            let mut job = NewJob::new(KIND, serde_json::from_str(&args).unwrap_or_default());
             job.queue = QUEUE.into();
             job
         })
@@ -123,17 +124,34 @@ pub(super) fn jobs(numbers: std::ops::Range<usize>, payload: usize) -> Vec<NewJo
 pub(super) struct Recorder {
     pub ledger: Arc<Ledger>,
     pub takes: Duration,
+    pub mix: Mix,
 }
 
 impl Recorder {
-    fn record(&self, job: &Job) {
+    /// Records a run, the last one of a job that has two, and says what comes of it.
+    fn record(&self, job: &Job) -> Outcome {
         let digits = job.args.as_str().trim_start_matches(r#"{"n": "#);
         let end = digits.find(|c: char| !c.is_ascii_digit()).unwrap_or(digits.len());
         if let Ok(n) = digits[..end].parse::<usize>()
             && n < self.ledger.capacity()
         {
-            self.ledger.run(n);
+            let soon = Duration::from_millis(100);
+            match self.mix.fate(n) {
+                Fate::RetryOnce if job.run_lease == 1 => {
+                    return Outcome::Retry { error: "the first time fails".into(), after: Some(soon) };
+                }
+                Fate::SnoozeOnce if job.run_lease == 1 => return Outcome::Snooze(soon),
+                fate => {
+                    self.ledger.run(n);
+                    match fate {
+                        Fate::Fail => return Outcome::fail("this one fails"),
+                        Fate::Cancel => return Outcome::Cancel { reason: "this one is cancelled".into() },
+                        _ => {}
+                    }
+                }
+            }
         }
+        Outcome::Complete
     }
 }
 
@@ -143,10 +161,10 @@ impl Worker for Recorder {
     }
 
     fn perform<'a>(&'a self, ctx: &'a JobContext) -> BoxFuture<'a, Outcome> {
-        self.record(ctx.job());
+        let outcome = self.record(ctx.job());
         Box::pin(async {
             tokio::time::sleep(self.takes).await;
-            Outcome::Complete
+            outcome
         })
     }
 
@@ -154,8 +172,7 @@ impl Worker for Recorder {
         if !self.takes.is_zero() {
             return None;
         }
-        self.record(job);
-        Some(Outcome::Complete)
+        Some(self.record(job))
     }
 }
 

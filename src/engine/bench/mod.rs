@@ -1,6 +1,7 @@
 //! Benchmarks: scenarios as YAML, run with in-process workers against a real server, and judged by their checks.
 
 mod ceiling;
+mod dead_watch;
 mod ledger;
 mod load;
 mod progress;

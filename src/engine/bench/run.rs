@@ -9,6 +9,7 @@ use serde::Serialize;
 use tokio_postgres::Client;
 
 use super::ceiling::ceiling;
+use super::dead_watch::DeadWatch;
 use super::ledger::{Ledger, QUEUE, Recorder, jobs, micros};
 use super::load::{Produced, Producer};
 use super::progress::{Progress, Ticker, Watcher};
@@ -114,7 +115,8 @@ fn judge(scenario: &Scenario, metrics: BTreeMap<String, f64>, server: BTreeMap<S
 
 fn fleet(target: &Target, scenario: &Scenario, ledger: &Arc<Ledger>) -> Fleet {
     let mut registry = Registry::new();
-    let recorder = Recorder { ledger: Arc::clone(ledger), takes: Duration::from_millis(scenario.job_ms) };
+    let recorder =
+        Recorder { ledger: Arc::clone(ledger), takes: Duration::from_millis(scenario.job_ms), mix: scenario.mix };
     registry.insert(recorder).unwrap_or_else(|error| unreachable!("one handler: {error}"));
     let workers = usize::from(scenario.workers);
     Fleet::start(target, registry, FleetOptions::new(vec![QueueOptions::new(QUEUE, workers)]))
@@ -142,13 +144,29 @@ async fn timed(
 
     let (mut clean, mut done, mut wal) = (Duration::ZERO, 0, 0.0);
     let mut window: Option<(Instant, Instant)> = None;
+    let mut dead = DeadWatch::default();
     for phase in &scenario.phases {
         let name = format!("{:?} for {:.0?}", phase.kind, phase.duration).to_lowercase();
-        let (began, before, wal_before) = (Instant::now(), fleet.stats().completed, wal_position(session).await?);
-        Ticker::start(watcher, &ledger, name, phase.duration.as_millis() as u64).pass(phase.duration).await;
-        if phase.kind == PhaseKind::Clean {
+        let idle = match phase.kind {
+            PhaseKind::IdleInTx => Some(idle_writer(target).await?),
+            _ => None,
+        };
+        let ended = || {
+            let stats = fleet.stats();
+            stats.completed + stats.failed + stats.cancelled
+        };
+        let (began, before, wal_before) = (Instant::now(), ended(), wal_position(session).await?);
+        let ticker = Ticker::start(watcher, &ledger, name, phase.duration.as_millis() as u64);
+        tokio::join!(
+            ticker.pass(phase.duration),
+            dead.watch(target, phase.kind.is_measured().then_some(phase.duration))
+        );
+        if let Some(idle) = idle {
+            idle.close().await;
+        }
+        if phase.kind.is_measured() {
             clean += began.elapsed();
-            done += fleet.stats().completed - before;
+            done += ended() - before;
             wal += wal_position(session).await? - wal_before;
             window = Some((window.map_or(began, |(from, _)| from), Instant::now()));
         }
@@ -160,6 +178,7 @@ async fn timed(
     }
     drain(&ledger, produced.sent + held as u64, watcher).await;
     let stats = fleet.shut_down().await;
+    dead.report(metrics);
     metrics.insert("completed_per_s".into(), done as f64 / clean.as_secs_f64());
     metrics.insert("wal_bytes_per_job".into(), wal / (done as f64).max(1.0));
     metrics.insert("results_lost".into(), stats.lost as f64);
@@ -171,6 +190,13 @@ async fn timed(
     times(metrics, "enqueue_ms", &commits);
     verdict(metrics, &ledger);
     Ok(())
+}
+
+/// A session that has written and keeps its transaction open, so that no dead row can be removed.
+async fn idle_writer(target: &Target) -> Result<Session> {
+    let session = open(target).await?;
+    session.batch_execute("BEGIN; SELECT pg_current_xact_id()").await?;
+    Ok(session)
 }
 
 /// Opens transactions that have enqueued one job each; the ledger counts them as sent when they commit.

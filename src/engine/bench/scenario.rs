@@ -27,6 +27,9 @@ pub struct Scenario {
     #[serde(default)]
     pub abort_fraction: f64,
     pub held_producers: Option<HeldProducers>,
+    /// What becomes of the jobs; all complete unless given.
+    #[serde(default)]
+    pub mix: Mix,
     /// Measure `bench ceiling` first, on the same server.
     #[serde(default)]
     pub ceiling: bool,
@@ -60,6 +63,57 @@ pub struct HeldProducers {
     pub count: u16,
 }
 
+/// Shares of the jobs that do not simply complete.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Mix {
+    /// Fail once, and complete the second time.
+    pub retry_once: f64,
+    /// Are put off once, and then complete.
+    pub snooze_once: f64,
+    /// Fail for good.
+    pub fail: f64,
+    /// Cancel themselves.
+    pub cancel: f64,
+}
+
+/// What becomes of one job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fate {
+    Complete,
+    RetryOnce,
+    SnoozeOnce,
+    Fail,
+    Cancel,
+}
+
+impl Mix {
+    /// By the job's number, so that it is the same in each attempt.
+    pub fn fate(&self, n: usize) -> Fate {
+        let mut at = (n as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) as f64 / u64::MAX as f64;
+        for (share, fate) in [
+            (self.retry_once, Fate::RetryOnce),
+            (self.snooze_once, Fate::SnoozeOnce),
+            (self.fail, Fate::Fail),
+            (self.cancel, Fate::Cancel),
+        ] {
+            if at < share {
+                return fate;
+            }
+            at -= share;
+        }
+        Fate::Complete
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let shares = [self.retry_once, self.snooze_once, self.fail, self.cancel];
+        if shares.iter().any(|s| !(0.0..=1.0).contains(s)) || shares.iter().sum::<f64>() > 1.0 {
+            return Err("mix: each share must be from 0 to 1, and together at most 1".into());
+        }
+        Ok(())
+    }
+}
+
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Phase {
@@ -74,6 +128,14 @@ pub enum PhaseKind {
     /// Not measured.
     Warmup,
     Clean,
+    /// Measured while a session that has written keeps its transaction open.
+    IdleInTx,
+}
+
+impl PhaseKind {
+    pub fn is_measured(self) -> bool {
+        self != Self::Warmup
+    }
 }
 
 /// What a metric must be.
@@ -106,6 +168,7 @@ impl Scenario {
     }
 
     fn check(&self) -> Result<(), String> {
+        self.mix.check()?;
         let by_hand = matches!(self.load, Load::Fill(_));
         if by_hand != (self.workers == 0) {
             return Err("workers must be 0 with load.fill, and 1 or more otherwise".into());
@@ -114,8 +177,8 @@ impl Scenario {
             return Err(format!("abort_fraction must be from 0 to below 1, not {}", self.abort_fraction));
         }
         let timed = matches!(self.load, Load::DepthTarget(_) | Load::Rate(_));
-        if timed && !self.phases.iter().any(|p| p.kind == PhaseKind::Clean) {
-            return Err("phases must have at least one of kind clean".into());
+        if timed && !self.phases.iter().any(|p| p.kind.is_measured()) {
+            return Err("phases must have at least one of kind clean or idle-in-tx".into());
         }
         if !timed && (!self.phases.is_empty() || self.held_producers.is_some() || self.abort_fraction > 0.0) {
             return Err("phases, held_producers and abort_fraction go with load.depth_target or load.rate".into());

@@ -5,16 +5,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::watch;
 use tokio_postgres::Client;
 
-use super::link::{Link, Prepared, jittered, within};
+use super::link::{Link, Prepared, within};
 use super::outcome::Outcome;
 use super::stats::Stats;
 use super::{Job, RawJson};
 use crate::engine::claim::Receipt;
 use crate::engine::close::{Close, Closing, Ending};
 use crate::engine::complete::{Complete, Lost};
-use crate::engine::error::Result;
+use crate::engine::error::{EngineError, Result};
+use crate::engine::heartbeat::Heartbeat;
 use crate::engine::schema::Schema;
 use crate::engine::target::Target;
 
@@ -26,6 +28,8 @@ const MAX_FLUSH: usize = 2048;
 pub(super) struct Finished {
     pub receipt: Receipt,
     pub result: Ended,
+    /// The database may hold state of it.
+    pub beat: bool,
 }
 
 #[derive(Debug)]
@@ -40,9 +44,11 @@ impl Ended {
         let (ending, error) = match outcome {
             Outcome::Complete => return Self::Completed,
             Outcome::Fail { error } => (Ending::Failed, Some(error)),
-            Outcome::Retry { error, after } => (Ending::Retry(after.or(Some(backoff(job.attempt)))), Some(error)),
+            Outcome::Retry { error, after } => (Ending::Retry(after), Some(error)),
             Outcome::Snooze(delay) => (Ending::Snooze(delay), None),
             Outcome::Cancel { reason } => (Ending::Cancelled, Some(reason)),
+            // Only where there was no context to register it with.
+            Outcome::WaitForCallback(_) => (Ending::Retry(None), Some("it has no callback to wait for".into())),
             Outcome::Unhandled => return Self::unhandled(job),
         };
         Self::Otherwise { ending, error, progress, handed_back: false }
@@ -73,30 +79,44 @@ pub(super) struct Completer {
     stats: Arc<Stats>,
     inbox: UnboundedReceiver<Finished>,
     flushed: Box<dyn Fn(usize) + Send>,
+    enough: watch::Receiver<bool>,
 }
 
 impl Completer {
-    /// `flushed` hears how many results left after each flush.
+    /// `flushed` hears how many results left after each flush; once `enough` is true nothing is waited for any more.
     pub fn new(
         target: Target,
         stats: Arc<Stats>,
         inbox: UnboundedReceiver<Finished>,
+        enough: watch::Receiver<bool>,
         flushed: impl Fn(usize) + Send + 'static,
     ) -> Self {
-        Self { link: Link::new(target), stats, inbox, flushed: Box::new(flushed) }
+        Self { link: Link::new(target), stats, inbox, flushed: Box::new(flushed), enough }
     }
 
-    /// Until every sender is gone and everything is written.
+    /// Until every sender is gone and everything is written, or it was enough.
     pub async fn run(mut self) {
         let mut batch = Vec::with_capacity(MAX_FLUSH);
-        while self.inbox.recv_many(&mut batch, MAX_FLUSH).await > 0 {
+        loop {
+            let received = tokio::select! {
+                biased;
+                received = self.inbox.recv_many(&mut batch, MAX_FLUSH) => received,
+                () = is_enough(&mut self.enough) => 0,
+            };
+            if received == 0 {
+                return;
+            }
             let count = batch.len();
             let mut completed = Vec::with_capacity(count);
+            let mut beaten = Vec::new();
             let mut closings = Vec::new();
             let mut handed_back = 0;
             for finished in batch.drain(..) {
                 match finished.result {
-                    Ended::Completed => completed.push(finished.receipt),
+                    Ended::Completed => {
+                        completed.push(finished.receipt);
+                        beaten.extend(finished.beat.then_some(finished.receipt));
+                    }
                     Ended::Otherwise { ending, error, progress, handed_back: back } => {
                         handed_back += usize::from(back);
                         closings.push(Closing { receipt: finished.receipt, ending, error, progress });
@@ -104,6 +124,10 @@ impl Completer {
                 }
             }
             self.complete(&completed).await;
+            if !beaten.is_empty() {
+                // What stays behind is trimmed some day.
+                let _ = self.attempt(Results::Beaten(&beaten), BATCH_TRIES).await;
+            }
             self.close(&closings).await;
             Stats::add(&self.stats.handed_back, handed_back);
             (self.flushed)(count);
@@ -114,8 +138,8 @@ impl Completer {
         if completed.is_empty() {
             return;
         }
-        let lost = self.insist(Results::Completed(completed)).await;
-        Stats::add(&self.stats.completed, completed.len() - lost.len());
+        let Written { lost, unwritten, .. } = self.insist(Results::Completed(completed)).await;
+        Stats::add(&self.stats.completed, completed.len() - lost.len() - unwritten.len());
         self.report(&lost, |place| completed[place]);
     }
 
@@ -123,9 +147,9 @@ impl Completer {
         if closings.is_empty() {
             return;
         }
-        let lost = self.insist(Results::Otherwise(closings)).await;
+        let Written { lost, unwritten, .. } = self.insist(Results::Otherwise(closings)).await;
         for (n, closing) in closings.iter().enumerate() {
-            if lost.iter().any(|l| l.place == n) {
+            if lost.iter().any(|l| l.place == n) || unwritten.contains(&n) {
                 continue;
             }
             let counter = match closing.ending {
@@ -139,29 +163,92 @@ impl Completer {
         self.report(&lost, |place| closings[place].receipt);
     }
 
-    /// Tries until the database has answered. Trying again is safe: what a lost answer had written loses as closed. An
-    /// error that comes back every time gives the flush up; its attempts stay open and are rescued.
-    async fn insist(&mut self, results: Results<'_>) -> Vec<Lost> {
+    /// Tries until the database has answered. Trying again is safe: what a lost answer had written loses as closed. When an
+    /// error that does not pass comes back, each result is written by itself, so that one which cannot be costs the
+    /// others nothing; the attempt of one that is given up stays open until it is rescued.
+    async fn insist(&mut self, results: Results<'_>) -> Written {
+        let mut written = Written::default();
+        match self.attempt(results, BATCH_TRIES).await {
+            Ok(lost) => written.lost = lost,
+            Err(GaveUp::Enough) => written.unwritten = (0..results.len()).collect(),
+            Err(GaveUp::Error(_)) => {
+                let mut tries = SINGLE_TRIES;
+                for place in 0..results.len() {
+                    match self.attempt(results.only(place), tries).await {
+                        Ok(lost) => {
+                            written.lost.extend(lost.into_iter().map(|l| Lost { place, ..l }));
+                            tries = SINGLE_TRIES;
+                        }
+                        Err(GaveUp::Enough) => written.unwritten.push(place),
+                        Err(GaveUp::Error(error)) => {
+                            let receipt = results.receipt(place);
+                            tracing::error!(
+                                job_id = receipt.job_id,
+                                run_lease = receipt.run_lease,
+                                error = %error,
+                                "gave up writing a result; its attempt stays open until rescued"
+                            );
+                            Stats::add(&self.stats.unwritten, 1);
+                            written.given_up += 1;
+                            written.unwritten.push(place);
+                            // Where nothing can be written, patience with each would hold up all.
+                            tries = 1;
+                        }
+                    }
+                }
+            }
+        }
+        self.report_unwritten(results, &written);
+        written
+    }
+
+    /// Writes them, over as many connections and transient errors as it takes.
+    async fn attempt(&mut self, results: Results<'_>, tries: u32) -> Result<Vec<Lost>, GaveUp> {
         let mut persistent = 0;
         loop {
-            let outcome = match self.link.ready().await {
-                Ok((client, writers)) => within(results.write(client, writers)).await,
-                Err(error) => Err(error),
+            if *self.enough.borrow() {
+                return Err(GaveUp::Enough);
+            }
+            let write = async {
+                let (client, writers) = self.link.ready().await?;
+                within(results.write(client, writers)).await
+            };
+            let outcome = tokio::select! {
+                biased;
+                outcome = write => outcome,
+                () = is_enough(&mut self.enough) => return Err(GaveUp::Enough),
             };
             Stats::add(&self.stats.flushes, 1);
             match self.link.settle(outcome) {
-                Ok(lost) => return lost,
+                Ok(lost) => return Ok(lost),
                 Err(error) => {
                     Stats::add(&self.stats.reconnects, 1);
-                    persistent += u32::from(!error.is_transient());
-                    if persistent >= GIVE_UP_AFTER {
-                        tracing::error!(error = %error, "gave up writing results; their attempts stay open until rescued");
-                        return Vec::new();
+                    persistent += u32::from(!may_pass(&error));
+                    if persistent >= tries {
+                        return Err(GaveUp::Error(error));
                     }
                     tracing::warn!(error = %error, "could not write results; they are kept");
-                    tokio::time::sleep(self.link.pause()).await;
+                    let pause = self.link.pause();
+                    tokio::select! {
+                        () = tokio::time::sleep(pause) => {}
+                        () = is_enough(&mut self.enough) => {}
+                    }
                 }
             }
+        }
+    }
+
+    /// Tells of results that the end of the fleet left no time for.
+    fn report_unwritten(&self, results: Results<'_>, written: &Written) {
+        let left = written.unwritten.len() - written.given_up;
+        if left > 0 {
+            Stats::add(&self.stats.unwritten, left);
+            let job_ids: Vec<i64> = written.unwritten.iter().take(NAMED).map(|n| results.receipt(*n).job_id).collect();
+            tracing::error!(
+                count = left,
+                ?job_ids,
+                "results could not be written in time; their attempts stay open until rescued"
+            );
         }
     }
 
@@ -174,24 +261,56 @@ impl Completer {
     }
 }
 
-/// Doubling from a second, an hour at most, jittered so that jobs that failed together do not come back together.
-fn backoff(attempt: i16) -> Duration {
-    let doublings = u32::from(attempt.clamp(1, 13).unsigned_abs()) - 1;
-    jittered(Duration::from_secs(1 << doublings).min(Duration::from_secs(3600)))
+/// How often an error that does not pass may come back for a batch, and for a single result.
+const BATCH_TRIES: u32 = 3;
+const SINGLE_TRIES: u32 = 8;
+
+/// Jobs that a message about many names.
+const NAMED: usize = 20;
+
+/// What became of results, by their place.
+#[derive(Default)]
+struct Written {
+    lost: Vec<Lost>,
+    unwritten: Vec<usize>,
+    /// Of those, how many were given up for an error.
+    given_up: usize,
 }
 
-/// How often an error that is not transient may come back for the same flush.
-const GIVE_UP_AFTER: u32 = 20;
+enum GaveUp {
+    /// The fleet's time is over.
+    Enough,
+    Error(EngineError),
+}
 
-/// The two calls a completer makes.
+/// Until it is enough; never when nobody is left to say so.
+async fn is_enough(enough: &mut watch::Receiver<bool>) {
+    if enough.wait_for(|e| *e).await.is_err() {
+        std::future::pending().await
+    }
+}
+
+/// Whether the server may stop giving this error with nothing changed here: also a full disk, or an operator's doing.
+fn may_pass(error: &EngineError) -> bool {
+    error.is_transient()
+        || matches!(error, EngineError::Database(source)
+            if source.code().is_some_and(|code| ["53", "57", "58"].iter().any(|class| code.code().starts_with(class))))
+}
+
+/// The calls a completer makes.
 struct Writers {
     complete: Complete,
     close: Close,
+    heartbeat: Heartbeat,
 }
 
 impl Prepared for Writers {
     async fn prepare(client: &Client, schema: &Schema) -> Result<Self> {
-        Ok(Self { complete: Complete::prepare(client, schema).await?, close: Close::prepare(client, schema).await? })
+        Ok(Self {
+            complete: Complete::prepare(client, schema).await?,
+            close: Close::prepare(client, schema).await?,
+            heartbeat: Heartbeat::prepare(client, schema).await?,
+        })
     }
 }
 
@@ -199,13 +318,39 @@ impl Prepared for Writers {
 enum Results<'a> {
     Completed(&'a [Receipt]),
     Otherwise(&'a [Closing]),
+    /// Completed attempts whose state is to be forgotten.
+    Beaten(&'a [Receipt]),
 }
 
 impl Results<'_> {
+    fn len(self) -> usize {
+        match self {
+            Self::Completed(receipts) | Self::Beaten(receipts) => receipts.len(),
+            Self::Otherwise(closings) => closings.len(),
+        }
+    }
+
+    fn receipt(self, place: usize) -> Receipt {
+        match self {
+            Self::Completed(receipts) | Self::Beaten(receipts) => receipts[place],
+            Self::Otherwise(closings) => closings[place].receipt,
+        }
+    }
+
+    /// That one alone.
+    fn only(self, place: usize) -> Self {
+        match self {
+            Self::Completed(receipts) => Self::Completed(&receipts[place..=place]),
+            Self::Otherwise(closings) => Self::Otherwise(&closings[place..=place]),
+            Self::Beaten(receipts) => Self::Beaten(&receipts[place..=place]),
+        }
+    }
+
     async fn write(self, client: &Client, writers: &Writers) -> Result<Vec<Lost>> {
         match self {
             Self::Completed(receipts) => writers.complete.run(client, receipts).await,
             Self::Otherwise(closings) => writers.close.run(client, closings).await,
+            Self::Beaten(receipts) => writers.heartbeat.forget(client, receipts).await.map(|()| Vec::new()),
         }
     }
 }

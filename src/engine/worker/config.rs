@@ -13,30 +13,41 @@ use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, Visitor};
 
 use super::handler::{ANY_KIND, Registry, RegistryError, check_name};
 use super::handlers::{Builtin, BuiltinWorker, Exec, ExecWorker, FlakyRule};
-use crate::engine::duration;
+use crate::engine::{cron, duration};
 
 /// The most jobs of one queue that a process runs at a time.
 pub const MAX_WORKERS: u16 = 4096;
+
+/// The greatest weight of a queue.
+pub const MAX_WEIGHT: u16 = 1000;
+
+const MAX_RATE: f64 = 1e6;
 
 const DEFAULT_WORKERS: u16 = 32;
 
 /// What a `workers.yaml` says.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields, expecting = "a map with `queues` and `handlers`")]
+#[serde(deny_unknown_fields, expecting = "a map with `queues`, `handlers`, `cron` and `max_workers`")]
 pub struct Config {
+    /// Jobs of all queues that run at a time, 1..=[`MAX_WORKERS`]; without it each queue has its own limit only.
+    #[serde(default, deserialize_with = "some_workers")]
+    pub max_workers: Option<u16>,
     /// By queue.
     #[serde(default, deserialize_with = "queues")]
     pub queues: BTreeMap<String, QueueConfig>,
     /// By kind of job; `*` is for every kind without one of its own.
     #[serde(default, deserialize_with = "handlers")]
     pub handlers: BTreeMap<String, HandlerConfig>,
+    /// Cron jobs by name, put in place when a worker starts. One that is no longer here stays until it is removed.
+    #[serde(default, deserialize_with = "cron")]
+    pub cron: BTreeMap<String, cron::Definition>,
 }
 
 /// How one queue is served.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(
     deny_unknown_fields,
-    expecting = "a map with `workers`, `deadline`, `priority_aging` and `lease_claim_receipts`"
+    expecting = "a map with `workers`, `deadline`, `priority_aging`, `rate_limit`, `weight` and `lease_claim_receipts`"
 )]
 pub struct QueueConfig {
     /// Jobs that run at a time, 1..=[`MAX_WORKERS`]; 32 unless given.
@@ -45,6 +56,12 @@ pub struct QueueConfig {
     /// How long an attempt may take; longer than zero. Without one it may take for ever.
     #[serde(default, deserialize_with = "some_limit")]
     pub deadline: Option<Duration>,
+    /// Jobs per second that a process starts at most; more than zero, at most a million.
+    #[serde(default, deserialize_with = "rate")]
+    pub rate_limit: Option<f64>,
+    /// The queue's share when several compete for [`Config::max_workers`], 1..=[`MAX_WEIGHT`]; 1 unless given.
+    #[serde(default = "default_weight", deserialize_with = "weight")]
+    pub weight: u16,
     /// How long the head of a lower priority waits before it counts as one higher; a minute unless given.
     #[serde(default = "default_aging", deserialize_with = "some_limit")]
     pub priority_aging: Option<Duration>,
@@ -63,7 +80,14 @@ fn yes() -> bool {
 
 impl Default for QueueConfig {
     fn default() -> Self {
-        Self { workers: DEFAULT_WORKERS, deadline: None, priority_aging: default_aging(), lease_claim_receipts: true }
+        Self {
+            workers: DEFAULT_WORKERS,
+            deadline: None,
+            rate_limit: None,
+            weight: default_weight(),
+            priority_aging: default_aging(),
+            lease_claim_receipts: true,
+        }
     }
 }
 
@@ -273,21 +297,56 @@ fn default_workers() -> u16 {
     DEFAULT_WORKERS
 }
 
+fn default_weight() -> u16 {
+    1
+}
+
 fn workers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u16, D::Error> {
-    struct WorkersVisitor;
-    impl Visitor<'_> for WorkersVisitor {
-        type Value = u16;
+    deserializer.deserialize_u64(UpTo(MAX_WORKERS))
+}
+
+fn some_workers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u16>, D::Error> {
+    workers(deserializer).map(Some)
+}
+
+fn weight<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u16, D::Error> {
+    deserializer.deserialize_u64(UpTo(MAX_WEIGHT))
+}
+
+/// A whole number from 1 to this one.
+struct UpTo(u16);
+
+impl Visitor<'_> for UpTo {
+    type Value = u16;
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a whole number of 1 to {}", self.0)
+    }
+    fn visit_u64<E: de::Error>(self, number: u64) -> Result<u16, E> {
+        u16::try_from(number)
+            .ok()
+            .filter(|number| (1..=self.0).contains(number))
+            .ok_or_else(|| E::invalid_value(de::Unexpected::Unsigned(number), &self))
+    }
+}
+
+fn rate<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<f64>, D::Error> {
+    struct RateVisitor;
+    impl Visitor<'_> for RateVisitor {
+        type Value = f64;
         fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            write!(f, "a whole number of 1 to {MAX_WORKERS}")
+            write!(f, "jobs per second, more than 0 and at most {MAX_RATE}")
         }
-        fn visit_u64<E: de::Error>(self, number: u64) -> Result<u16, E> {
-            u16::try_from(number)
-                .ok()
-                .filter(|number| (1..=MAX_WORKERS).contains(number))
-                .ok_or_else(|| E::invalid_value(de::Unexpected::Unsigned(number), &self))
+        fn visit_u64<E: de::Error>(self, number: u64) -> Result<f64, E> {
+            self.visit_f64(number as f64)
+        }
+        fn visit_f64<E: de::Error>(self, number: f64) -> Result<f64, E> {
+            if number > 0.0 && number <= MAX_RATE {
+                return Ok(number);
+            }
+            Err(E::invalid_value(de::Unexpected::Float(number), &self))
         }
     }
-    deserializer.deserialize_u64(WorkersVisitor)
+    deserializer.deserialize_f64(RateVisitor).map(Some)
 }
 
 /// A duration, see [`duration::deserialize`].
@@ -326,6 +385,32 @@ fn queues<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String,
 
 fn handlers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, HandlerConfig>, D::Error> {
     deserializer.deserialize_map(Named::new("handlers", check_name))
+}
+
+fn cron<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, cron::Definition>, D::Error> {
+    let jobs: BTreeMap<String, CronJob> = deserializer.deserialize_map(Named::new("cron jobs", check_name))?;
+    Ok(jobs.into_iter().map(|(name, CronJob(job))| (name, job)).collect())
+}
+
+/// A definition whose schedule can be read.
+struct CronJob(cron::Definition);
+
+impl<'de> Deserialize<'de> for CronJob {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct CronVisitor;
+        impl<'de> Visitor<'de> for CronVisitor {
+            type Value = CronJob;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a cron job such as `{schedule: \"0 2 * * *\", kind: report}`")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<CronJob, A::Error> {
+                let job = cron::Definition::deserialize(MapAccessDeserializer::new(map))?;
+                job.parse().map_err(de::Error::custom)?;
+                Ok(CronJob(job))
+            }
+        }
+        deserializer.deserialize_map(CronVisitor)
+    }
 }
 
 type NameCheck = fn(&str) -> Result<(), String>;

@@ -1,13 +1,15 @@
 //! What a running handler holds: its job, a signal to stop, a slot for progress.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
 
+use super::callbacks::Callbacks;
 use super::job::Job;
 use super::json::RawJson;
+use crate::engine::claim::Receipt;
 
 /// Why a handler is asked to stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,13 +55,65 @@ struct Shared {
     /// 0, or the code of the first reason given.
     cancelled: AtomicU8,
     wake: Notify,
-    progress: Mutex<Option<RawJson>>,
+    progress: Mutex<Progress>,
+    attempt: Option<Attempt>,
+}
+
+/// What ties a context to a fleet.
+pub(super) struct Attempt {
+    pub receipt: Receipt,
+    pub callbacks: Arc<Callbacks>,
+    /// Its callback came.
+    pub resumed: Notify,
+    /// The database let it wait for a callback, and so took its deadline off.
+    pub waited: AtomicBool,
+}
+
+#[derive(Default)]
+struct Progress {
+    latest: Option<RawJson>,
+    /// Since it was last given to the database.
+    changed: bool,
 }
 
 impl JobContext {
-    /// Wraps a claimed job.
+    /// Wraps a job that no fleet runs, for tests of handlers: it has no callbacks.
     pub fn new(job: Job) -> Self {
-        Self(Arc::new(Shared { job, cancelled: AtomicU8::new(0), wake: Notify::new(), progress: Mutex::new(None) }))
+        Self::with(job, None)
+    }
+
+    /// Wraps a claimed job.
+    pub(super) fn claimed(job: Job, receipt: Receipt, callbacks: Arc<Callbacks>) -> Self {
+        Self::with(job, Some(Attempt { receipt, callbacks, resumed: Notify::new(), waited: AtomicBool::new(false) }))
+    }
+
+    fn with(job: Job, attempt: Option<Attempt>) -> Self {
+        Self(Arc::new(Shared {
+            job,
+            cancelled: AtomicU8::new(0),
+            wake: Notify::new(),
+            progress: Mutex::default(),
+            attempt,
+        }))
+    }
+
+    pub(super) fn attempt(&self) -> Option<&Attempt> {
+        self.0.attempt.as_ref()
+    }
+
+    pub(super) fn receipt(&self) -> Option<&Receipt> {
+        self.attempt().map(|attempt| &attempt.receipt)
+    }
+
+    pub(super) fn has_waited(&self) -> bool {
+        self.attempt().is_some_and(|attempt| attempt.waited.load(Ordering::Acquire))
+    }
+
+    /// Wakes a handler that waits for its callback.
+    pub(super) fn resumed(&self) {
+        if let Some(attempt) = self.attempt() {
+            attempt.resumed.notify_one();
+        }
     }
 
     /// The job.
@@ -98,17 +152,32 @@ impl JobContext {
         }
     }
 
-    /// Leaves progress for the runtime to store with its next flush; the newest wins.
+    /// Leaves progress for the runtime to store: within about a second, and with whatever ends the attempt but success.
+    /// The newest wins.
     pub fn set_progress(&self, progress: RawJson) {
-        *self.progress_slot() = Some(progress);
+        let mut slot = self.progress();
+        if slot.latest.as_ref() != Some(&progress) {
+            *slot = Progress { latest: Some(progress), changed: true };
+        }
     }
 
-    /// Takes what [`Self::set_progress`] left since the last take.
+    /// Takes the newest progress that [`Self::set_progress`] left, stored meanwhile or not.
     pub fn take_progress(&self) -> Option<RawJson> {
-        self.progress_slot().take()
+        std::mem::take(&mut *self.progress()).latest
     }
 
-    fn progress_slot(&self) -> std::sync::MutexGuard<'_, Option<RawJson>> {
+    /// The progress, if it is newer than what was last asked for here.
+    pub(super) fn changed_progress(&self) -> Option<RawJson> {
+        let mut slot = self.progress();
+        if std::mem::take(&mut slot.changed) { slot.latest.clone() } else { None }
+    }
+
+    pub(super) fn progress_not_stored(&self) {
+        let mut slot = self.progress();
+        slot.changed = slot.latest.is_some();
+    }
+
+    fn progress(&self) -> MutexGuard<'_, Progress> {
         self.0.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

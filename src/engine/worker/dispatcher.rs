@@ -1,4 +1,7 @@
 //! One queue's loop: permits first, then a claim of as many jobs as there are permits, plus a small bounded prefetch.
+//!
+//! What is claimed ahead only has to last while the next claim is on its way. So the prefetch grows while workers stand
+//! idle at the answer of a full claim, as with jobs of no length, and goes back while jobs wait for workers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,6 +10,8 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{Notify, Semaphore, watch};
 
+use super::attempts::Attempts;
+use super::callbacks::Callbacks;
 use super::completer::{Ended, Finished};
 use super::context::{CancelReason, JobContext};
 use super::fleet::QueueOptions;
@@ -15,6 +20,7 @@ use super::handler::{Registry, Worker};
 use super::link::{Link, Prepared, jittered, within};
 use super::listener::Bell;
 use super::outcome::Outcome;
+use super::pool::{Bucket, Pool};
 use super::stats::Stats;
 use crate::engine::claim::{Claim, ClaimOptions, Claimed, Claims, MAX_CLAIM};
 use crate::engine::error::Result;
@@ -24,6 +30,13 @@ use crate::engine::target::Target;
 /// After an empty claim a queue that had work this recently is asked again shortly, without the ceremony of sleeping.
 const WARM: Duration = Duration::from_millis(20);
 const WARM_PAUSE: Duration = Duration::from_millis(1);
+
+/// Jobs claimed ahead, unless the queue's options say otherwise.
+const MAX_PREFETCH: usize = 256;
+
+/// A lane that is in another claim is asked again after this long, doubled each time in a row up to the longest.
+const FIRST_BUSY_PAUSE: Duration = Duration::from_millis(1);
+const LONGEST_BUSY_PAUSE: Duration = Duration::from_millis(50);
 
 /// Results that may wait for the database before claiming stops.
 const MAX_UNFLUSHED: usize = 4096;
@@ -46,6 +59,9 @@ pub(super) struct Shared {
     pub results: UnboundedSender<Finished>,
     pub unflushed: Arc<Unflushed>,
     pub phase: watch::Receiver<Phase>,
+    pub attempts: Arc<Attempts>,
+    pub callbacks: Arc<Callbacks>,
+    pub pool: Option<Arc<Pool>>,
 }
 
 /// Results handed over and not yet written.
@@ -113,11 +129,16 @@ impl Prepared for Claim {
 
 pub(super) struct Dispatcher {
     queue: Arc<str>,
+    /// The queue's number in the pool.
+    number: usize,
+    bucket: Option<Bucket>,
     deadline: Option<Duration>,
     aging: Option<Duration>,
     receipts: bool,
-    /// Running and prefetched jobs at most.
-    capacity: usize,
+    workers: usize,
+    /// Jobs claimed ahead at most; moves within `prefetch_bounds`.
+    prefetch: usize,
+    prefetch_bounds: (usize, usize),
     permits: Arc<Semaphore>,
     poll_interval: Duration,
     bell: Bell,
@@ -129,20 +150,25 @@ pub(super) struct Dispatcher {
 impl Dispatcher {
     pub fn new(
         target: Target,
-        queue: Arc<str>,
+        (number, queue): (usize, Arc<str>),
         options: &QueueOptions,
         poll_interval: Duration,
         bell: Bell,
         shared: Arc<Shared>,
     ) -> Self {
-        let prefetch = options.prefetch.unwrap_or(options.workers.min(256));
+        let workers = options.workers.min(shared.pool.as_ref().map_or(usize::MAX, |pool| pool.size()));
+        let prefetch = options.prefetch.unwrap_or(workers.min(MAX_PREFETCH));
         Self {
             queue,
+            number,
+            bucket: options.rate_limit.map(Bucket::new),
             deadline: options.deadline,
             aging: options.priority_aging,
             receipts: options.lease_claim_receipts,
-            capacity: options.workers + prefetch,
-            permits: Arc::new(Semaphore::new(options.workers)),
+            workers,
+            prefetch,
+            prefetch_bounds: (prefetch, options.prefetch.unwrap_or(MAX_PREFETCH)),
+            permits: Arc::new(Semaphore::new(workers)),
             poll_interval,
             bell,
             shared,
@@ -157,27 +183,42 @@ impl Dispatcher {
         let mut last_work = Instant::now();
         let mut last_probe = Instant::now();
         let mut woken = false;
+        let mut busy_pause = FIRST_BUSY_PAUSE;
         while *phase.borrow_and_update() == Phase::Running {
             let free = tokio::select! {
                 free = self.room() => free,
-                _ = phase.changed() => continue,
+                _ = phase.wait_for(|p| *p > Phase::Running) => break,
             };
+            let allowed = self.bucket.as_mut().map_or(usize::MAX, Bucket::available);
+            if let (0, Some(bucket)) = (allowed, &self.bucket) {
+                pause_for(bucket.until_next(), &mut phase).await;
+                continue;
+            }
             let probe = woken || last_probe.elapsed() >= self.poll_interval;
             if probe {
                 last_probe = Instant::now();
             }
             woken = false;
-            match self.claim(free, probe).await {
+            let claimed = self.claim(free.min(allowed), probe, &mut phase).await;
+            if !matches!(&claimed, Ok(claims) if claims.busy && claims.jobs.is_empty()) {
+                busy_pause = FIRST_BUSY_PAUSE;
+            }
+            match claimed {
                 Ok(claims) if !claims.jobs.is_empty() => {
                     last_work = Instant::now();
+                    self.adapt_prefetch(claims.jobs.len() == free);
                     self.bell.unregister(&self.queue);
+                    if let Some(bucket) = &mut self.bucket {
+                        bucket.take(claims.jobs.len());
+                    }
                     for claimed in claims.jobs {
                         self.dispatch(claimed);
                     }
                 }
                 Ok(claims) if claims.busy => {
                     Stats::add(&self.shared.stats.busy_claims, 1);
-                    tokio::time::sleep(jittered(WARM_PAUSE)).await;
+                    pause_for(jittered(busy_pause), &mut phase).await;
+                    busy_pause = (busy_pause * 2).min(LONGEST_BUSY_PAUSE);
                 }
                 Ok(_) => {
                     Stats::add(&self.shared.stats.empty_claims, 1);
@@ -186,11 +227,7 @@ impl Dispatcher {
                 Err(error) => {
                     Stats::add(&self.shared.stats.reconnects, 1);
                     tracing::warn!(queue = &*self.queue, error = %error, "could not claim");
-                    let pause = self.link.pause();
-                    tokio::select! {
-                        () = tokio::time::sleep(pause) => {}
-                        _ = phase.changed() => {}
-                    }
+                    pause_for(self.link.pause(), &mut phase).await;
                 }
             }
         }
@@ -199,25 +236,46 @@ impl Dispatcher {
         }
     }
 
-    /// How many jobs there is room for, once there is any.
+    /// Called with the answer of a claim, before its jobs are counted.
+    fn adapt_prefetch(&mut self, full: bool) {
+        let (least, most) = self.prefetch_bounds;
+        let idle_workers = self.outstanding.count.load(Ordering::Acquire) < self.workers;
+        match (full, idle_workers) {
+            (true, true) => self.prefetch = (self.prefetch * 2).min(most),
+            (_, false) => self.prefetch = (self.prefetch / 2).max(least),
+            (false, true) => {}
+        }
+    }
+
+    /// How many jobs there is room for, once a claim is worth it: while every worker is busy nothing is gained by a claim
+    /// for each job that ends, so half of the prefetch is used up first.
     async fn room(&self) -> usize {
         self.shared.unflushed.wait_for_room().await;
         loop {
-            let free = self.capacity.saturating_sub(self.outstanding.count.load(Ordering::Acquire));
-            if free > 0 {
+            let outstanding = self.outstanding.count.load(Ordering::Acquire);
+            let free = (self.workers + self.prefetch).saturating_sub(outstanding);
+            if free > 0 && (outstanding < self.workers || free >= self.prefetch / 2) {
                 return free.min(MAX_CLAIM);
             }
             self.outstanding.fewer.notified().await;
         }
     }
 
-    async fn claim(&mut self, limit: usize, probe: bool) -> Result<Claims> {
+    /// Connecting is given up when the fleet drains. A claim that was sent is waited for until it aborts: its jobs are ours.
+    async fn claim(&mut self, limit: usize, probe: bool, phase: &mut watch::Receiver<Phase>) -> Result<Claims> {
         let shared = &self.shared;
         let options = ClaimOptions { deadline: self.deadline, probe, aging: self.aging, receipts: self.receipts };
-        let outcome = match self.link.ready().await {
+        let ready = tokio::select! {
+            ready = self.link.ready() => ready,
+            _ = phase.wait_for(|p| *p > Phase::Running) => return Ok(Claims::default()),
+        };
+        let outcome = match ready {
             Ok((client, claim)) => {
                 let intern = |kind: &str| shared.registry.intern(kind);
-                within(claim.run(client, &self.queue, limit, &shared.instance, options, intern)).await
+                tokio::select! {
+                    claims = within(claim.run(client, &self.queue, limit, &shared.instance, options, intern)) => claims,
+                    _ = phase.wait_for(|p| *p == Phase::Aborting) => return Ok(Claims::default()),
+                }
             }
             Err(error) => Err(error),
         };
@@ -231,20 +289,12 @@ impl Dispatcher {
     /// whether somebody did.
     async fn idle(&self, last_work: Instant, phase: &mut watch::Receiver<Phase>) -> bool {
         if last_work.elapsed() < WARM {
-            tokio::time::sleep(WARM_PAUSE).await;
+            pause_for(WARM_PAUSE, phase).await;
             return false;
         }
-        let registered = self.bell.is_registered(&self.queue);
-        if !registered {
-            // Registered first, then one more claim: a job enqueued in between is either seen by it or rings the bell.
-            self.bell.register(&self.queue, self.poll_interval).await;
-            if self.bell.is_registered(&self.queue) {
-                return true;
-            }
-        }
         tokio::select! {
-            rung = self.bell.rung(&self.queue, self.poll_interval) => rung,
-            _ = phase.changed() => false,
+            rung = self.bell.sleep(&self.queue, self.poll_interval) => rung,
+            _ = phase.wait_for(|p| *p > Phase::Running) => false,
         }
     }
 
@@ -252,34 +302,78 @@ impl Dispatcher {
         let Claimed { receipt, job } = claimed;
         let Some(worker) = self.shared.registry.get(&job.kind) else {
             let result = Ended::of(Outcome::Unhandled, &job, None);
-            self.shared.finish(Finished { receipt, result });
+            self.shared.finish(Finished { receipt, result, beat: false });
             return;
         };
         if let Some(outcome) = run_now(&**worker, &job) {
             let result = Ended::of(outcome, &job, None);
-            self.shared.finish(Finished { receipt, result });
+            self.shared.finish(Finished { receipt, result, beat: false });
             return;
         }
         let worker = Arc::clone(worker);
         let counted = Counted::new(&self.outstanding);
         let (shared, permits, deadline) = (Arc::clone(&self.shared), Arc::clone(&self.permits), self.deadline);
+        let number = self.number;
+        // Known from now on: also a job that waits for its permit must not be taken for lost.
+        let ctx = JobContext::claimed(job, receipt, Arc::clone(&shared.callbacks));
+        shared.attempts.insert(&receipt, &ctx);
         tokio::spawn(async move {
             let _counted = counted;
-            let mut phase = shared.phase.clone();
-            let permit = tokio::select! {
-                biased;
-                permit = permits.acquire() => permit,
-                _ = phase.wait_for(|p| *p > Phase::Running) => {
-                    shared.finish(Finished { receipt, result: Ended::handed_back() });
-                    return;
-                }
-            };
-            let ctx = JobContext::new(job);
-            let outcome = attend(&*worker, &ctx, deadline, &mut phase).await;
-            drop(permit);
-            let result = Ended::of(outcome, ctx.job(), ctx.take_progress());
-            shared.finish(Finished { receipt, result });
+            let result = run(&*worker, &ctx, &shared, &permits, number, deadline).await;
+            let beat = shared.attempts.remove(&receipt);
+            match result {
+                Some(result) => shared.finish(Finished { receipt, result, beat }),
+                None => Stats::add(&shared.stats.waiting, 1),
+            }
         });
+    }
+}
+
+/// One attempt from its permit to its end; `None` when it goes on waiting for a callback.
+async fn run(
+    worker: &dyn Worker,
+    ctx: &JobContext,
+    shared: &Shared,
+    permits: &Semaphore,
+    number: usize,
+    deadline: Option<Duration>,
+) -> Option<Ended> {
+    let mut phase = shared.phase.clone();
+    let permit = async {
+        let own = permits.acquire().await;
+        match &shared.pool {
+            Some(pool) => (own, Some(pool.place(number).await)),
+            None => (own, None),
+        }
+    };
+    let permit = tokio::select! {
+        biased;
+        permit = permit => permit,
+        _ = phase.wait_for(|p| *p > Phase::Running) => return Some(Ended::handed_back()),
+        reason = ctx.cancelled() => return Some(Ended::of(Outcome::stopped(reason), ctx.job(), None)),
+    };
+    let mut outcome = attend(worker, ctx, deadline, &mut phase).await;
+    drop(permit);
+    if let Outcome::WaitForCallback(token) = outcome {
+        let mut left = std::pin::pin!(ctx.leave_waiting(&token));
+        let left = tokio::select! {
+            biased;
+            left = &mut left => left,
+            _ = phase.wait_for(|p| *p == Phase::Aborting) => Err(Outcome::stopped(CancelReason::Shutdown)),
+        };
+        match left {
+            Ok(()) => return None,
+            Err(instead) => outcome = instead,
+        }
+    }
+    Some(Ended::of(outcome, ctx.job(), ctx.take_progress()))
+}
+
+/// Sleeps, but not over the end of the fleet.
+async fn pause_for(pause: Duration, phase: &mut watch::Receiver<Phase>) {
+    tokio::select! {
+        () = tokio::time::sleep(pause) => {}
+        _ = phase.wait_for(|p| *p > Phase::Running) => {}
     }
 }
 

@@ -26,7 +26,7 @@ pub fn run_now(worker: &dyn Worker, job: &Job) -> Option<Outcome> {
 /// thread against the rules holds up that task only.
 ///
 /// A context cancelled already starts nothing. A panic becomes a retry with its message. When `deadline` (from now) passes, the context is
-/// cancelled with [`CancelReason::Deadline`], the future gets [`Worker::stop_grace`] to wind up and
+/// cancelled with [`CancelReason::Deadline`] (unless it waited for a callback), the future gets [`Worker::stop_grace`] to wind up and
 /// is dropped; the attempt retries with [`DEADLINE_EXCEEDED`] whatever it still answers. Other
 /// cancellations are the handler's to obey: to force one, drop this future.
 pub async fn run_guarded(worker: &dyn Worker, ctx: &JobContext, deadline: Option<Duration>) -> Outcome {
@@ -41,6 +41,8 @@ pub async fn run_guarded(worker: &dyn Worker, ctx: &JobContext, deadline: Option
         None => caught(&mut run).await,
         Some(deadline) => match tokio::time::timeout(deadline, caught(&mut run)).await {
             Ok(outcome) => outcome,
+            // It waited for a callback, from when on it has no deadline.
+            Err(_) if ctx.has_waited() => caught(&mut run).await,
             Err(_) => {
                 ctx.cancel(CancelReason::Deadline);
                 let grace = worker.stop_grace();

@@ -195,6 +195,12 @@ impl Registry {
         self.any.is_some()
     }
 
+    /// The longest [`Worker::stop_grace`] of all.
+    pub(super) fn longest_grace(&self) -> Duration {
+        let workers = self.by_kind.values().chain(&self.any);
+        workers.map(|worker| worker.stop_grace()).max().unwrap_or_default()
+    }
+
     /// Whether there is no handler at all.
     pub fn is_empty(&self) -> bool {
         self.by_kind.is_empty() && self.any.is_none()

@@ -14,8 +14,8 @@ use crate::engine::target::Target;
 /// No statement of the hot path takes this long; a connection that is silent for longer is taken for dead.
 const SILENCE: Duration = Duration::from_secs(30);
 
-const FIRST_PAUSE: Duration = Duration::from_millis(50);
-const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+pub(super) const FIRST_PAUSE: Duration = Duration::from_millis(50);
+pub(super) const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
 /// Settings of every session the engine opens: its statements are short and prepared, so neither JIT nor planning them
 /// anew pays; and it relies on READ COMMITTED.

@@ -1,4 +1,6 @@
 //! The worker side of the engine: jobs, handlers and what runs them.
+mod attempts;
+mod callbacks;
 mod completer;
 mod config;
 mod context;
@@ -7,14 +9,17 @@ mod fleet;
 mod guard;
 mod handler;
 pub mod handlers;
+mod heart;
 mod job;
 mod json;
 pub(crate) mod link;
 mod listener;
 mod outcome;
+mod pool;
 mod stats;
 
-pub use config::{Config, ConfigError, HandlerConfig, MAX_WORKERS, QueueConfig};
+pub use callbacks::CallbackError;
+pub use config::{Config, ConfigError, HandlerConfig, MAX_WEIGHT, MAX_WORKERS, QueueConfig};
 pub use context::{CancelReason, JobContext};
 pub use fleet::{Fleet, FleetOptions, QueueOptions, instance_name};
 pub use guard::{DEADLINE_EXCEEDED, run_guarded, run_now};

@@ -23,6 +23,9 @@ pub enum Outcome {
     Snooze(Duration),
     /// The job is cancelled.
     Cancel { reason: String },
+    /// The attempt goes on waiting for the answer to this token of [`super::JobContext::register_callback`], without its
+    /// handler. The answer must be complete, fail or retry: nobody is there to be resumed, so that would be a retry.
+    WaitForCallback(String),
     /// This worker has no handler for the kind: handed back, the attempt does not count.
     Unhandled,
 }
@@ -56,7 +59,7 @@ impl Outcome {
             Self::Fail { error: text } | Self::Retry { error: text, .. } | Self::Cancel { reason: text } => {
                 sanitize(text)
             }
-            Self::Complete | Self::Snooze(_) | Self::Unhandled => {}
+            Self::Complete | Self::Snooze(_) | Self::WaitForCallback(_) | Self::Unhandled => {}
         }
         self
     }

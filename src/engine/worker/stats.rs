@@ -37,12 +37,18 @@ counters! {
     cancelled,
     retried,
     snoozed,
+    /// Attempts whose handler returned and that wait for their callback.
+    waiting,
     /// Attempts given back unrun.
     handed_back,
     /// Results that lost: the attempt was over in the database.
     lost,
+    /// Results that could not be written: the database refused them, or was away when the fleet ended.
+    unwritten,
     /// Calls that write results.
     flushes,
+    /// Attempts that the database was told of as alive.
+    heartbeats,
     /// Connections that had to be made anew.
     reconnects,
     /// Notifications heard.

@@ -6,3 +6,4 @@ mod process;
 
 pub use builtin::{Builtin, BuiltinWorker, FlakyRule};
 pub use exec::{Exec, ExecWorker, KILL_GRACE};
+pub use process::kill_programs;

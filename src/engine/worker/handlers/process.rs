@@ -1,7 +1,9 @@
 //! A child process with its whole group: fed, read and, whatever happens, gone at the end.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::process::{ExitStatus, Stdio};
+use std::sync::{Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
 use nix::errno::Errno;
@@ -24,6 +26,19 @@ const DRAIN_IDLE: Duration = Duration::from_millis(250);
 
 /// How long such a process may keep the reading going by writing on.
 const DRAIN_TIME: Duration = Duration::from_secs(2);
+
+/// The groups of this process, and who may start one.
+static RUNNING: Mutex<BTreeSet<Pid>> = Mutex::new(BTreeSet::new());
+static STARTING: RwLock<()> = RwLock::new(());
+
+/// Kills every program that runs, with its group. For a process that ends at once: it starts no program after this.
+pub fn kill_programs() {
+    // Kept for good: a program that is being started is in the set before this goes on, and no other follows.
+    std::mem::forget(STARTING.write().unwrap_or_else(PoisonError::into_inner));
+    for group in &*RUNNING.lock().unwrap_or_else(PoisonError::into_inner) {
+        let _ = killpg(*group, Signal::SIGKILL);
+    }
+}
 
 /// The last bytes of a stream.
 pub(super) struct Tail {
@@ -90,9 +105,11 @@ impl Process {
     /// Starts `command` with pipes on all three streams; the tails keep that many bytes.
     pub fn spawn(mut command: Command, stdout_limit: usize, stderr_limit: usize) -> io::Result<Self> {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0).kill_on_drop(true);
-        let mut child = command.spawn()?;
-        let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
-        let group = Group::new(child)?;
+        let (pipes, group) = {
+            let _open = STARTING.read().unwrap_or_else(PoisonError::into_inner);
+            let mut child = command.spawn()?;
+            ((child.stdin.take(), child.stdout.take(), child.stderr.take()), Group::new(child)?)
+        };
         let (stdin, Some(stdout), Some(stderr)) = pipes else {
             return Err(io::Error::other("a pipe to the program is missing"));
         };
@@ -167,7 +184,9 @@ impl Group {
             .id()
             .and_then(|id| i32::try_from(id).ok())
             .ok_or_else(|| io::Error::other("the program has no process id"))?;
-        Ok(Self { child: Some(child), id: Pid::from_raw(id), reaped: false })
+        let id = Pid::from_raw(id);
+        RUNNING.lock().unwrap_or_else(PoisonError::into_inner).insert(id);
+        Ok(Self { child: Some(child), id, reaped: false })
     }
 
     async fn wait(&mut self) -> io::Result<ExitStatus> {
@@ -176,6 +195,7 @@ impl Group {
         };
         let status = child.wait().await?;
         self.reaped = true;
+        RUNNING.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.id);
         Ok(status)
     }
 
