@@ -218,3 +218,69 @@ async fn the_ring_turns_only_when_that_reclaims_something() {
     assert_eq!(s.one::<i64>("SELECT count(*) FROM @leases").await, 501);
     assert_eq!(s.complete(&claims[3500..]).await, []);
 }
+
+#[tokio::test]
+async fn no_answer_is_lost_while_the_ring_turns_as_fast_as_it_can() {
+    answers_against_the_ring(30).await;
+}
+
+#[tokio::test]
+#[ignore = "minutes; the long twin of the test before"]
+async fn no_answer_is_lost_while_the_ring_turns_as_fast_as_it_can_for_long() {
+    answers_against_the_ring(2000).await;
+}
+
+async fn answers_against_the_ring(rounds: usize) {
+    let db = Db::new().await;
+    let s = db.session().await;
+    s.enqueue("q", 6).await;
+    let mine = attempts(&s.claim("q", 6).await);
+    let going = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(true));
+    let mut pruners = vec![];
+    for _ in 0..2 {
+        let (p, going) = (db.session().await, going.clone());
+        pruners.push(tokio::spawn(async move {
+            let mut pruned = 0;
+            while going.load(std::sync::atomic::Ordering::Relaxed) {
+                p.rotate("lease").await;
+                pruned += p.prune_all("lease").await.0.len();
+            }
+            pruned
+        }));
+    }
+    let mut answerers = vec![];
+    for Attempt { slot, receipt, job, lease } in mine.clone() {
+        let (w, a) = (db.session().await, db.session().await);
+        answerers.push(tokio::spawn(async move {
+            for round in 0..rounds {
+                let token: Option<String> = w
+                    .one(&format!(
+                        "SELECT @register_callback({slot}::smallint, {receipt}, {job}, {lease}, '1 hour')::text"
+                    ))
+                    .await;
+                let token = token.unwrap_or_else(|| panic!("round {round}: the attempt is over"));
+                let said: String =
+                    w.one(&format!("SELECT @wait_for_callback({receipt}, {job}, {lease}, '{token}')")).await;
+                assert_eq!(said, "waiting", "round {round}");
+                assert!(
+                    a.one::<bool>(&format!("SELECT @extend_callback('{token}', '2 hours')")).await,
+                    "round {round}"
+                );
+                let n: i64 =
+                    a.one(&format!("SELECT count(*) FROM @resolve_callback('{token}', 'resume', '{round}')")).await;
+                assert_eq!(n, 1, "round {round}: the answer was lost");
+                let got: Option<String> =
+                    w.one(&format!("SELECT payload::text FROM @callback_result({receipt}, {job}, {lease})")).await;
+                assert_eq!(got, Some(round.to_string()));
+            }
+        }));
+    }
+    for task in answerers {
+        task.await.unwrap();
+    }
+    going.store(false, std::sync::atomic::Ordering::Relaxed);
+    for task in pruners {
+        assert!(task.await.unwrap() > 0, "something was pruned");
+    }
+    assert_eq!(s.complete(&mine).await, []);
+}

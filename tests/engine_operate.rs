@@ -4,7 +4,8 @@ mod common;
 
 use common::{Attempt, Db, Session, attempts, jobs};
 
-const STATES: [&str; 9] = [
+const STATES: [&str; 10] = [
+    "without_receipt",
     "scheduled",
     "available",
     "running",
@@ -15,6 +16,9 @@ const STATES: [&str; 9] = [
     "failed",
     "cancelled",
 ];
+
+/// Those with an attempt that is not over.
+const OPEN: [&str; 4] = ["running", "leased", "without_receipt", "waiting_external"];
 
 /// A job in that state, and its last attempt where it had one.
 async fn make(s: &Session, state: &str) -> (i64, Option<Attempt>) {
@@ -27,6 +31,11 @@ async fn make(s: &Session, state: &str) -> (i64, Option<Attempt>) {
     let job = s.enqueue("q", 1).await[0];
     if state == "available" {
         return (job, None);
+    }
+    if state == "without_receipt" {
+        let sql = "SELECT claim_slot, batch_id * 1024, run_leases[1] FROM @claim('q', 1, p_receipts => false)";
+        let row = &s.rows(sql, &[]).await.unwrap()[0];
+        return (job, Some(Attempt { slot: row.get(0), receipt: row.get(1), job, lease: row.get(2) }));
     }
     let a = attempts(&s.claim("q", 1).await)[0];
     assert_eq!(a.job, job);
@@ -102,14 +111,14 @@ async fn every_operation_does_in_every_state_what_it_says_or_says_why_not() {
     let suits = |operation: &str, state: &str| match operation {
         "cancel" => !["completed", "failed", "cancelled"].contains(&state),
         "retry" => ["scheduled", "retryable", "failed", "cancelled"].contains(&state),
-        "delete" => !["running", "leased", "waiting_external"].contains(&state),
+        "delete" => !OPEN.contains(&state),
         _ => ["scheduled", "available", "retryable"].contains(&state),
     };
     for operation in ["cancel", "retry", "delete", "move"] {
         let db = Db::new().await;
         let s = db.session().await;
         for made in STATES {
-            let shown = if made == "leased" { "running" } else { made };
+            let shown = if ["leased", "without_receipt"].contains(&made) { "running" } else { made };
             let case = format!("{operation} of {made}");
             let (job, attempt) = make(&s, made).await;
             assert_eq!(state(&s, job).await, shown, "{case}");
@@ -135,7 +144,7 @@ async fn every_operation_does_in_every_state_what_it_says_or_says_why_not() {
                 );
             }
             if let Some(a) = attempt {
-                let still = ["running", "leased", "waiting_external"].contains(&made) && !said.done;
+                let still = OPEN.contains(&made) && !said.done;
                 assert_eq!(s.complete(&[a]).await.is_empty(), still, "{case}: its worker");
             }
             // Out of the way of the next.
@@ -578,4 +587,85 @@ async fn an_operator_with_an_old_snapshot_is_refused() {
         let error = old.rows(&call(job, operation), &[]).await.expect_err(made);
         assert!(error.as_db_error().unwrap().message().contains("READ COMMITTED"), "{made}: {error:?}");
     }
+}
+
+/// oban#168: maintenance loops deadlocked with each other and with operators.
+#[tokio::test]
+async fn maintenance_loops_workers_and_operators_at_once_never_deadlock() {
+    everybody_at_once(40).await;
+}
+
+#[tokio::test]
+#[ignore = "minutes; the long twin of the test before"]
+async fn maintenance_loops_workers_and_operators_at_once_never_deadlock_for_long() {
+    everybody_at_once(1500).await;
+}
+
+/// A deadlock is an error of one of those in it, and any error ends the test.
+async fn everybody_at_once(rounds: usize) {
+    let db = Db::new().await;
+    let s = db.session().await;
+    let mut tasks = vec![];
+    for n in 0..8usize {
+        let m = db.session().await;
+        tasks.push(tokio::spawn(async move {
+            for round in 0..rounds {
+                match (round + n) % 5 {
+                    0 => m.exec("SELECT @rescue('0 seconds', 3)").await,
+                    1 => m.exec("SELECT @promote(20)").await,
+                    2 => m.exec("SELECT @purge_expired(5), @trim_attempt_state(), @advance_idle_cursors(), @settle_backlog_segments()").await,
+                    _ => {
+                        let ring = ["queue", "claim", "lease"][round % 3];
+                        m.rotate(ring).await;
+                        m.prune_all(ring).await;
+                    }
+                }
+            }
+        }));
+    }
+    for n in 0..3usize {
+        let w = db.session().await;
+        tasks.push(tokio::spawn(async move {
+            for round in 0..rounds {
+                w.exec(&format!(
+                    "SELECT @enqueue_many(array_agg(ROW('k', 'q' || n % 2, NULL, 1 + n % 4, 3, clock_timestamp() + (n % 3 - 1) * interval '1 millisecond',
+                         NULL, NULL, convert_to((n % 7)::text, 'UTF8'), B'11111000')::@new_job)) FROM generate_series({round}, {round} + 8) AS n"
+                ))
+                .await;
+                for queue in ["q0", "q1"] {
+                    let Some(batches) = w.try_claim(queue, 6, round % 2 == 0).await.unwrap() else { continue };
+                    let mine = attempts(&batches);
+                    match (round + n) % 4 {
+                        0 => drop(w.complete(&mine).await),
+                        1 => drop(w.close(&mine, "retryable", Some("no"), "0").await),
+                        2 => {
+                            for Attempt { slot, receipt, job, lease } in mine {
+                                w.exec(&format!("SELECT @register_callback({slot}::smallint, {receipt}, {job}, {lease}, '1 microsecond')")).await;
+                            }
+                        }
+                        _ => {} // lost
+                    }
+                }
+            }
+        }));
+        let o = db.session().await;
+        tasks.push(tokio::spawn(async move {
+            for round in 0..rounds {
+                let ids: Vec<i64> = o.all("SELECT id FROM @list_jobs() ORDER BY random() LIMIT 8").await;
+                for (k, id) in ids.into_iter().enumerate() {
+                    operate(&o, id, ["cancel", "retry", "move", "delete"][(round + k) % 4]).await;
+                }
+                if round % 10 == n {
+                    o.exec("SELECT @drain_queue('q0', 'x', 7), @drain_queue('q1', 'x', 7)").await;
+                }
+            }
+        }));
+    }
+    for task in tasks {
+        task.await.unwrap();
+    }
+    // And every job is in one place.
+    let doubled: Vec<i64> = s.all("SELECT id FROM @list_jobs() GROUP BY id HAVING count(*) > 1").await;
+    assert_eq!(doubled, [] as [i64; 0]);
+    assert!(s.one::<bool>("SELECT NOT EXISTS (SELECT FROM @queue_counts() WHERE job_count < 0)").await);
 }

@@ -82,6 +82,37 @@ async fn a_pass_looks_at_no_more_batches_than_its_limit_and_the_next_goes_on_the
 }
 
 #[tokio::test]
+async fn a_pass_over_many_slots_locks_no_more_than_twice_its_limit_and_forgets_no_slot() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    for _ in 0..6 {
+        let batches = claims(&s, 5, 1).await;
+        age(&s, &batches.iter().collect::<Vec<_>>()).await;
+        s.rotate("claim").await;
+    }
+    s.exec("UPDATE @claim_ring_state SET opened_at = '2020-01-01'").await;
+    let (mut ended, mut locked) = (vec![], vec![]);
+    // At worst one slot after the other takes a pass to end, and one to see that.
+    for _ in 0..200 {
+        s.exec("BEGIN").await;
+        ended.push(sweep(&s, "stale", 3).await);
+        locked.push(
+            s.one::<i64>(
+                "SELECT count(*) FROM pg_locks
+                 WHERE locktype = 'advisory' AND pid = pg_backend_pid() AND classid = '@lease_claim_batches'::regclass",
+            )
+            .await,
+        );
+        s.exec("COMMIT").await;
+        if ended.iter().sum::<i32>() == 30 {
+            break;
+        }
+    }
+    assert_eq!(ended.iter().sum::<i32>(), 30, "{ended:?}");
+    assert!(locked.iter().all(|n| *n < 6), "{locked:?}");
+}
+
+#[tokio::test]
 async fn claims_that_are_too_young_are_neither_ended_nor_in_the_way() {
     let db = Db::new().await;
     let s = db.session().await;
@@ -337,6 +368,46 @@ async fn a_job_whose_worker_is_lost_each_time_backs_off_and_fails_at_its_last_at
         .await;
     let lost = "the worker was lost: no sign of life for 00:01:30 true";
     assert_eq!(told, [format!("1 {lost}"), format!("2 {lost}"), format!("3 {lost}")]);
+}
+
+/// hardbyte/awa PR 435: one way to fail ignored max_attempts (attempt 653 of 2).
+#[tokio::test]
+async fn whatever_ends_them_a_job_gets_exactly_as_many_attempts_as_it_may_have() {
+    for which in ["stale", "deadline", "callback_timeout", "retry_after", "in turn"] {
+        let db = Db::new().await;
+        let s = db.session().await;
+        let job: i64 = s.one("SELECT job_id FROM @enqueue('k', 'q', max_attempts => 4)").await;
+        let mut runs = 0;
+        while runs < 10 {
+            let claimed = attempts(&s.claim("q", 1).await);
+            let Some(&a) = claimed.first() else { break };
+            let way = match which {
+                "in turn" => ["retry_after", "callback_timeout", "deadline", "stale"][runs % 4],
+                other => other,
+            };
+            runs += 1;
+            let Attempt { slot, receipt, lease, .. } = a;
+            match way {
+                "retry_after" => assert_eq!(s.close(&[a], "retryable", Some("later"), "1 second").await, []),
+                "stale" => age(&s, &[&Batch { id: receipt / 1024, ..batch() }]).await,
+                "deadline" => s.exec("UPDATE @lease_claim_batches SET deadline_at = '2020-01-01'").await,
+                _ => {
+                    s.exec(&format!(
+                        "SELECT @wait_for_callback({receipt}, {job}, {lease},
+                             @register_callback({slot}::smallint, {receipt}, {job}, {lease}, '1 microsecond'))"
+                    ))
+                    .await
+                }
+            }
+            s.exec("SELECT @rescue(); UPDATE @deferred_jobs SET run_at = '2020-01-01'; SELECT @promote(10)").await;
+        }
+        assert_eq!((runs, state(&s, job).await.as_str()), (4, "failed"), "{which}");
+        assert_eq!(s.one::<i64>("SELECT cardinality(errors)::bigint FROM @terminal_jobs").await, 4, "{which}");
+    }
+}
+
+fn batch() -> Batch {
+    Batch { id: 0, claim_slot: 0, priority: 0, jobs: vec![], leases: vec![], attempts: vec![] }
 }
 
 #[tokio::test]

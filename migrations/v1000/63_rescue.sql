@@ -160,7 +160,8 @@ END
 $function$;
 
 -- One sweep over the claim ring. p_sweep: stale (claimed up to p_cutoff and no heartbeat since) or deadline (due up to it).
--- At most p_limit batches a slot. Returns how many attempts it closed.
+-- Looks at p_limit batches a slot at most, and at no further slot once it closed as many attempts: their locks are held to the
+-- end of the transaction, and the lock table is of a fixed size. Returns how many attempts it closed.
 CREATE FUNCTION {schema}.rescue_claims(p_sweep text, p_cutoff timestamptz, p_limit integer, p_error text, p_cause text) RETURNS integer
 LANGUAGE plpgsql AS $function$
 DECLARE
@@ -171,7 +172,9 @@ DECLARE
     v_rescued integer := 0;
 BEGIN
     -- Every slot: a rotator that died may have promised one that counts as pruned, and claims are in it.
-    FOR v_slot IN SELECT s.slot, s.opened_at FROM {schema}.ring_slots('claim') AS s LOOP
+    -- In no order, so that those that end many come to no slot's cost.
+    FOR v_slot IN SELECT s.slot, s.opened_at FROM {schema}.ring_slots('claim') AS s ORDER BY random() LOOP
+        EXIT WHEN v_rescued >= p_limit;
         -- Whatever is in a slot is younger than its opening.
         CONTINUE WHEN p_sweep = 'stale' AND v_slot.opened_at > p_cutoff;
         v_cursor := {schema}.rescue_cursor(v_slot.slot, p_sweep);

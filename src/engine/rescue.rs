@@ -30,7 +30,8 @@ impl Rescued {
     }
 }
 
-/// One pass. `limit` bounds the claim batches looked at in each claim slot, and the leases.
+/// One pass. `limit` bounds the claim batches looked at in each claim slot, the attempts after which no further slot is looked at,
+/// and the leases.
 pub async fn rescue(client: &Client, schema: &Schema, stale_after: Duration, limit: i32) -> Result<Rescued> {
     let sql =
         schema.render("SELECT stale, deadline, callback_timeout FROM {schema}.rescue(make_interval(secs => $1), $2)");

@@ -189,6 +189,7 @@ const GUARDS: &[(&str, &str, &str)] = &[
     ),
     ("deadline_ties", "(b.deadline_at, b.batch_id) > (v_after, p_after)", "b.deadline_at > v_after"),
     ("stale_heartbeat", "v.run_leases[j.n]) AND s.heartbeat_at > p_cutoff)", "v.run_leases[j.n]) AND false)"),
+    ("rescue_bound", "EXIT WHEN v_rescued >= p_limit;", ""),
     ("silent_since", "s.run_lease = i.run_lease AND s.heartbeat_at > p_silent_since);", "false);"),
     ("stale_cutoff", "WHERE b.batch_id > p_after AND b.claimed_at <= p_cutoff", "WHERE b.batch_id > p_after"),
     ("rescue_wrap", "                PERFORM setval(v_cursor, 0);", "                NULL;"),
