@@ -33,9 +33,10 @@ BEGIN
 END
 $function$;
 
--- What any slot knows of the ranges: rows, and ranges emitted or set aside. Looks into every partition.
+-- What any slot knows of the ranges: rows, and ranges emitted or set aside. Looks into every partition, always by index: a
+-- plan made while they are empty would read them whole for as long as the session lives.
 CREATE FUNCTION {schema}.known_ranges(p_lane_id integer, p_ranges int8multirange, OUT emitted int8multirange, OUT rows int8multirange, OUT oldest bigint)
-LANGUAGE plpgsql AS $function$
+LANGUAGE plpgsql SET enable_seqscan = off AS $function$
 BEGIN
     SELECT coalesce(range_agg(t.lane_ranges), '{}') INTO emitted
     FROM (
@@ -51,8 +52,13 @@ BEGIN
         SELECT e.lane_seq,
                (SELECT max(s.generation) FROM {schema}.queue_ring_state AS s WHERE s.slot = e.ready_slot) AS generation
         FROM unnest(p_ranges - emitted) AS g (gap)
-        JOIN {schema}.ready_entries AS e
-          ON e.lane_id = p_lane_id AND e.lane_seq >= lower(g.gap) AND e.lane_seq < upper(g.gap)
+        CROSS JOIN LATERAL (
+            -- A unit of its own: as a plain join it would read the whole lane, once, and then compare.
+            SELECT n.lane_seq, n.ready_slot
+            FROM {schema}.ready_entries AS n
+            WHERE n.lane_id = p_lane_id AND n.lane_seq >= lower(g.gap) AND n.lane_seq < upper(g.gap)
+            OFFSET 0
+        ) AS e
     ) AS r;
 END
 $function$;
@@ -122,7 +128,7 @@ CREATE FUNCTION {schema}.claim_late_rows(
     p_lane {schema}.queue_lanes, p_limit integer, p_claim_cursor bigint, p_now timestamptz, p_deadline_at timestamptz,
     p_claimed_by text, p_receipts boolean
 ) RETURNS SETOF {schema}.claimed_batch
-LANGUAGE plpgsql AS $function$
+LANGUAGE plpgsql SET enable_seqscan = off AS $function$
 DECLARE
     v_batch {schema}.claimed_batch;
     v_open int8multirange;
@@ -150,8 +156,12 @@ BEGIN
         FROM (
             SELECT DISTINCT e.ready_slot
             FROM unnest(v_open - v_emitted) AS g (gap)
-            JOIN {schema}.ready_entries AS e
-              ON e.lane_id = p_lane.lane_id AND e.lane_seq >= lower(g.gap) AND e.lane_seq < upper(g.gap)
+            CROSS JOIN LATERAL (
+                SELECT n.ready_slot
+                FROM {schema}.ready_entries AS n
+                WHERE n.lane_id = p_lane.lane_id AND n.lane_seq >= lower(g.gap) AND n.lane_seq < upper(g.gap)
+                OFFSET 0
+            ) AS e
         ) AS r
         JOIN {schema}.ready_slots_from(0) AS s ON s.slot = r.ready_slot
         ORDER BY s.generation
