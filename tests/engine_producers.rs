@@ -370,3 +370,29 @@ async fn late_jobs_in_a_slot_whose_opening_never_committed_are_found() {
     assert_eq!(s.rotate("queue").await.1, 1, "the promise is kept");
     assert!(s.probe("q", 10).await.is_empty());
 }
+
+#[tokio::test]
+async fn a_claim_that_finds_nothing_does_not_read_its_lane() {
+    let db = Db::new().await;
+    let (s, p) = (db.session().await, db.session().await);
+    // As workers have it, planned while the partitions were empty.
+    s.exec("SET jit = off; SET plan_cache_mode = force_generic_plan").await;
+    s.enqueue("q", 1).await;
+    s.drain("q").await;
+    p.exec("BEGIN").await;
+    p.enqueue("q", 1).await;
+    p.exec("ROLLBACK").await;
+    assert!(jobs(&s.claim("q", 10).await).is_empty(), "a number that nobody has");
+    p.exec("BEGIN").await;
+    p.enqueue("q", 1).await;
+    db.session().await.enqueue("q", 5000).await;
+    s.drain("q").await;
+    p.exec("ROLLBACK").await;
+    let read = "SELECT sum(seq_tup_read + idx_tup_fetch)::bigint FROM pg_stat_xact_user_tables WHERE relname LIKE 'ready_entries%'";
+    s.exec("BEGIN").await;
+    let before: i64 = s.one(read).await;
+    s.claim("q", 10).await;
+    let rows = s.one::<i64>(read).await - before;
+    s.exec("ROLLBACK").await;
+    assert!(rows < 100, "{rows} rows");
+}

@@ -161,13 +161,19 @@ async fn change(context: &Context, which: Which, operation: &Operation) -> anyho
     let (chosen, missing): (Vec<i64>, Vec<i64>) =
         if ids.is_empty() { (held, Vec::new()) } else { ids.into_iter().partition(|id| held.contains(id)) };
     if let Some(id) = missing.first() {
-        anyhow::bail!("the DLQ does not hold job {id}");
+        return Err(CommandError::failed(
+            format!("the DLQ does not hold job {id}"),
+            "it is elsewhere, or nowhere",
+            format!("see `awactl inspect job {id}`"),
+        )
+        .into());
     }
     if dry_run {
         return would(context, &chosen, operation);
     }
     let what = format!("{} {} held jobs", operation.name(), chosen.len());
     match operation {
+        _ if chosen.is_empty() => {}
         Operation::Delete => context.confirm_irreversible(&what).await?,
         _ => context.confirm_change(&what).await?,
     }

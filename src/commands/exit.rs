@@ -32,6 +32,10 @@ pub enum CommandError {
 
     #[error("{what}: {why}")]
     Refused { what: String, why: String, todo: String },
+
+    /// It was asked for rightly and could not be done.
+    #[error("{what}: {why}")]
+    Failed { what: String, why: String, todo: String },
 }
 
 impl CommandError {
@@ -41,6 +45,19 @@ impl CommandError {
 
     pub fn refused(what: impl Into<String>, why: impl Into<String>, todo: impl Into<String>) -> Self {
         Self::Refused { what: what.into(), why: why.into(), todo: todo.into() }
+    }
+
+    pub fn failed(what: impl Into<String>, why: impl Into<String>, todo: impl Into<String>) -> Self {
+        Self::Failed { what: what.into(), why: why.into(), todo: todo.into() }
+    }
+
+    /// Nothing is known of a job.
+    pub fn no_such_job(id: i64) -> Self {
+        Self::failed(
+            format!("there is no job {id}"),
+            "it never was, was deleted, or finished long enough ago for its slot of the ring to be reclaimed",
+            "see `awactl job list` for jobs that are there, `awactl queue list` for how many finished",
+        )
     }
 }
 
@@ -67,6 +84,7 @@ impl ExitCode {
         match error {
             CommandError::Usage { .. } => Self::Usage,
             CommandError::Refused { .. } => Self::Refused,
+            CommandError::Failed { .. } => Self::Failed,
         }
     }
 

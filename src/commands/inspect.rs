@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::Subcommand;
 use serde::Serialize;
 
-use super::exit::ExitCode;
+use super::exit::{CommandError, ExitCode};
 use super::maintenance::RingArg;
 use super::output::{Format, Reader, Table, human_bytes, human_duration, thousands};
 use super::signals::Signals;
@@ -63,8 +63,8 @@ enum Command {
 
 pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
     let watch = args.watch.as_deref().map(duration::parse).transpose();
-    let watch = watch
-        .map_err(|e| super::CommandError::usage("--watch is not usable", e.to_string(), "say it like 500ms or 2s"))?;
+    let watch =
+        watch.map_err(|e| CommandError::usage("--watch is not usable", e.to_string(), "say it like 500ms or 2s"))?;
     let (session, resolved) = context.connect_installed(Access::Read).await?;
     let schema = &resolved.target.schema;
     match args.command {
@@ -84,7 +84,7 @@ pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
         Command::Job { id } => {
             let look = async || {
                 let place = job_place(&session, schema, id).await?;
-                place.ok_or_else(|| anyhow::anyhow!("there is no job {id}, or nothing is known of it any more"))
+                place.ok_or_else(|| CommandError::no_such_job(id).into())
             };
             shown(context, watch, look, place_table).await
         }

@@ -176,7 +176,7 @@ async fn show(context: &Context, id: i64) -> anyhow::Result<ExitCode> {
     // A job that a retry moved between two reads may be seen twice; the later lease is the truth.
     jobs.sort_by_key(|job| job.run_lease);
     let Some(job) = jobs.pop() else {
-        anyhow::bail!("there is no job {id}: it never was, was deleted, or ended long enough ago to be reclaimed");
+        return Err(CommandError::no_such_job(id).into());
     };
     context.output.print(&job, |job| {
         let time = |t: Option<chrono::DateTime<chrono::Utc>>| t.map_or_else(|| "-".to_owned(), |t| t.to_rfc3339());
@@ -265,6 +265,7 @@ async fn change(context: &Context, which: &Which, operation: &Operation) -> anyh
     }
     let what = format!("{} {} jobs", operation.name(), ids.len());
     match operation {
+        _ if ids.is_empty() => {}
         // A cancelled job can be retried, one given by its id was meant.
         Operation::Cancel { .. } if which.filter.is_empty() => context.confirm_change(&what).await?,
         Operation::Cancel { .. } | Operation::Delete => context.confirm_irreversible(&what).await?,

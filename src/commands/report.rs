@@ -45,7 +45,9 @@ impl Report {
 
 fn lines(error: &anyhow::Error) -> (String, String, String) {
     if let Some(error) = error.downcast_ref::<CommandError>() {
-        let (CommandError::Usage { what, why, todo } | CommandError::Refused { what, why, todo }) = error;
+        let (CommandError::Usage { what, why, todo }
+        | CommandError::Refused { what, why, todo }
+        | CommandError::Failed { what, why, todo }) = error;
         return (what.clone(), why.clone(), todo.clone());
     }
     let Some(engine) = error.chain().find_map(|c| c.downcast_ref::<EngineError>()) else {
