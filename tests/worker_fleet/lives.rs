@@ -196,7 +196,7 @@ async fn a_drain_shorter_than_the_job_hands_it_back_uncounted() {
     let first = fleet(&ground.target, gate.registry(Outcome::Complete), 1, |o| {
         o.shutdown_timeout = Duration::from_millis(50);
     });
-    until("one runs and one waits", || gate.started() == 1 && first.stats().claimed == 2).await;
+    until("one runs and one waits", || gate.started() == 1 && first.stats().claimed >= 2).await;
     let stats = within(first.shut_down()).await;
     assert_eq!((stats.completed, stats.unwritten), (0, 0));
     let attempts = Arc::new(Mutex::new(Vec::new()));
