@@ -53,7 +53,6 @@ LANGUAGE plpgsql AS $function$
 DECLARE
     v_place {schema}.job_place;
     v_ready {schema}.ready_place;
-    v_outcome text;
 BEGIN
     SELECT 'deferred', d.state, false, NULL, NULL, NULL, d.run_lease, NULL, NULL, NULL INTO v_place
     FROM {schema}.deferred_jobs AS d WHERE d.job_id = p_job_id;
@@ -108,7 +107,6 @@ LANGUAGE plpgsql AS $function$
 DECLARE
     v_place {schema}.job_place;
     v_receipt bigint := p_ready.batch_id * 1024 + {schema}.place_in_ranges(p_ready.lane_ranges, p_ready.lane_seq);
-    v_outcome text;
 BEGIN
     v_place.ready_slot := p_ready.ready_slot;
     v_place.lane_id := p_ready.lane_id;
