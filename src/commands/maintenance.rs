@@ -216,10 +216,14 @@ async fn status(context: &Context) -> anyhow::Result<ExitCode> {
             ("leader", format!("pid {}", l.pid)),
             ("application", l.application_name.clone()),
             ("from", l.client.clone().unwrap_or_else(|| "a local socket".into())),
-            ("connected since", l.since.to_rfc3339_opts(chrono::SecondsFormat::Secs, true)),
+            ("leads since", l.since.map(since).unwrap_or_default()),
         ]),
     })?;
     Ok(ExitCode::Done)
+}
+
+fn since(at: chrono::DateTime<chrono::Utc>) -> String {
+    at.to_rfc3339_opts(chrono::SecondsFormat::Secs, true)
 }
 
 fn report_table(report: &MaintenanceReport) -> Table {

@@ -11,10 +11,12 @@ use std::time::Duration;
 use rand::seq::SliceRandom as _;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio_postgres::config::SslMode as WireTls;
 use tokio_postgres::error::SqlState;
-use tokio_postgres::{AsyncMessage, Client, Connection, NoTls};
+use tokio_postgres::{AsyncMessage, CancelToken, Client, Connection, NoTls, SimpleQueryMessage, SimpleQueryRow};
+use tokio_postgres_rustls::MakeRustlsConnect;
 
 use super::error::{EngineError, Result, chain};
 use super::target::{HostSpec, SessionAttrs, Target};
@@ -24,9 +26,29 @@ use super::tls::SslMode;
 pub struct Session {
     client: Client,
     task: JoinHandle<()>,
+    /// Its sender lives as long as the task.
+    alive: watch::Receiver<()>,
+    tls: Option<MakeRustlsConnect>,
 }
 
 impl Session {
+    /// Waits until the connection has ended, whoever ended it.
+    pub async fn closed(&self) {
+        let mut alive = self.alive.clone();
+        while alive.changed().await.is_ok() {}
+    }
+
+    /// What cancels the statement that runs on this session.
+    pub fn canceller(&self) -> Canceller {
+        Canceller { token: self.client.cancel_token(), tls: self.tls.clone() }
+    }
+
+    /// One statement without parameters that gives one row, as text. Unlike a prepared one it is a single message, which a
+    /// transaction pooler cannot tear apart.
+    pub async fn simple_row(&self, sql: &str) -> Result<SimpleQueryRow> {
+        simple_row(&self.client, sql).await
+    }
+
     /// Says goodbye and waits until the server has heard it.
     pub async fn close(self) {
         drop(self.client);
@@ -47,6 +69,38 @@ impl DerefMut for Session {
     fn deref_mut(&mut self) -> &mut Client {
         &mut self.client
     }
+}
+
+/// Cancels what a session runs; outlives it.
+pub struct Canceller {
+    token: CancelToken,
+    tls: Option<MakeRustlsConnect>,
+}
+
+impl Canceller {
+    /// Asks for it. Whether there was anything to cancel is never told.
+    pub async fn cancel(self) {
+        let sent = match self.tls {
+            Some(tls) => self.token.cancel_query(tls).await,
+            None => self.token.cancel_query(NoTls).await,
+        };
+        if let Err(error) = sent {
+            tracing::debug!("could not cancel: {}", chain(&error));
+        }
+    }
+}
+
+async fn simple_row(client: &Client, sql: &str) -> Result<SimpleQueryRow> {
+    let messages = client.simple_query(sql).await?;
+    let row = messages.into_iter().rev().find_map(|message| match message {
+        SimpleQueryMessage::Row(row) => Some(row),
+        _ => None,
+    });
+    row.ok_or_else(|| EngineError::Unreachable {
+        target: "the server".into(),
+        why: "it answered without a row".into(),
+        source: None,
+    })
 }
 
 pub async fn connect(target: &Target) -> Result<Session> {
@@ -86,6 +140,7 @@ async fn connect_with(target: &Target, messages: Messages) -> Result<Session> {
                 Err(Miss::Slow(limit)) => {
                     reasons.push(format!("{spec}: no answer within {} s", limit.as_secs()));
                 }
+                Err(Miss::Unanswered(error)) => reasons.push(format!("{spec}: {error}")),
                 Err(Miss::Role(reason)) => reasons.push(format!("{spec}: {reason}")),
                 Err(Miss::Failed(error)) => {
                     reasons.push(format!("{spec}: {}", chain(&error)));
@@ -106,6 +161,8 @@ enum Miss {
     Slow(Duration),
     Role(&'static str),
     Failed(tokio_postgres::Error),
+    /// It let us in and then did not say what it is.
+    Unanswered(EngineError),
     Invalid(EngineError),
 }
 
@@ -128,10 +185,11 @@ async fn connect_host(
     for tls in attempts {
         config.ssl_mode(*tls);
         let outcome = if *tls == WireTls::Disable {
-            config.connect(NoTls).await.map(|(client, connection)| session(client, connection, messages))
+            config.connect(NoTls).await.map(|(client, connection)| session(client, connection, messages, None))
         } else {
             let connector = target.tls.connector().map_err(Miss::Invalid)?;
-            config.connect(connector).await.map(|(client, connection)| session(client, connection, messages))
+            let connected = config.connect(connector.clone()).await;
+            connected.map(|(client, connection)| session(client, connection, messages, Some(connector)))
         };
         match outcome {
             Ok(session) => {
@@ -157,11 +215,9 @@ async fn check_role(session: &Session, wanted: SessionAttrs) -> Result<(), Miss>
     if wanted == SessionAttrs::Any {
         return Ok(());
     }
-    let row = session
-        .query_one("SELECT pg_is_in_recovery(), current_setting('transaction_read_only') = 'on'", &[])
-        .await
-        .map_err(Miss::Failed)?;
-    let (standby, read_only): (bool, bool) = (row.get(0), row.get(1));
+    let row = simple_row(session, "SELECT pg_is_in_recovery(), current_setting('transaction_read_only') = 'on'");
+    let row = row.await.map_err(Miss::Unanswered)?;
+    let (standby, read_only) = (row.get(0) == Some("t"), row.get(1) == Some("t"));
     match wanted {
         SessionAttrs::ReadWrite if read_only => Err(Miss::Role("it is read-only")),
         SessionAttrs::ReadOnly if !read_only => Err(Miss::Role("it is not read-only")),
@@ -171,13 +227,23 @@ async fn check_role(session: &Session, wanted: SessionAttrs) -> Result<(), Miss>
     }
 }
 
-fn session<S, T>(client: Client, connection: Connection<S, T>, messages: &Messages) -> Session
+fn session<S, T>(
+    client: Client,
+    connection: Connection<S, T>,
+    messages: &Messages,
+    tls: Option<MakeRustlsConnect>,
+) -> Session
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     T: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let task = tokio::spawn(pump(connection, messages.clone()));
-    Session { client, task }
+    let (living, alive) = watch::channel(());
+    let messages = messages.clone();
+    let task = tokio::spawn(async move {
+        pump(connection, messages).await;
+        drop(living);
+    });
+    Session { client, task, alive, tls }
 }
 
 async fn pump<S, T>(mut connection: Connection<S, T>, messages: Messages)

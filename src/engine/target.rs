@@ -152,6 +152,15 @@ impl Target {
         self
     }
 
+    /// For whoever only ever writes, as workers and maintenance do: of several hosts the one that can be written to, unless
+    /// something narrower was asked for. A single host is taken as it is.
+    pub fn for_writing(mut self) -> Self {
+        if self.hosts.len() > 1 && matches!(self.session_attrs, SessionAttrs::Any | SessionAttrs::PreferStandby) {
+            self.session_attrs = SessionAttrs::ReadWrite;
+        }
+        self
+    }
+
     pub fn dbname(&self) -> &str {
         &self.dbname
     }
