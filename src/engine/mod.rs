@@ -24,6 +24,7 @@ pub mod maintenance;
 pub mod migrate;
 pub mod migrations;
 pub mod operate;
+mod pooled;
 pub mod promote;
 pub mod queues;
 pub mod rescue;
