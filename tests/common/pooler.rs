@@ -150,12 +150,12 @@ async fn transact(
     writer: &mut (impl AsyncWrite + Unpin),
     backend: &mut Backend,
 ) -> Option<()> {
-    let mut unanswered = 0;
+    // Query and Sync are what ReadyForQuery answers.
+    let mut unanswered = VecDeque::new();
     let mut next = Some(first);
     loop {
         if let Some(frame) = next.take() {
-            // Query and Sync are the ones that ReadyForQuery answers.
-            unanswered += i32::from(matches!(frame[0], b'Q' | b'S'));
+            unanswered.extend(matches!(frame[0], b'Q' | b'S').then_some(frame[0]));
             backend.writer.write_all(&frame).await.ok()?;
         }
         tokio::select! {
@@ -163,11 +163,16 @@ async fn transact(
             frame = backend.frames.recv() => {
                 let frame = frame?;
                 writer.write_all(&frame).await.ok()?;
-                if frame[0] == b'Z' {
-                    unanswered -= 1;
-                    if unanswered == 0 && frame[5] == b'I' {
-                        return Some(());
+                match frame[0] {
+                    // A Sync that came along with the start of a COPY is ignored.
+                    b'G' if unanswered.front() == Some(&b'S') => drop(unanswered.pop_front()),
+                    b'Z' => {
+                        unanswered.pop_front();
+                        if unanswered.is_empty() && frame[5] == b'I' {
+                            return Some(());
+                        }
                     }
+                    _ => {}
                 }
             }
         }
