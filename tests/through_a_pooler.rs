@@ -176,7 +176,7 @@ async fn the_commands_work() {
             let run = move || {
                 let mut command = Command::new(env!("CARGO_BIN_EXE_awactl"));
                 command
-                    .args(["--database-url", &url])
+                    .args(["--database-url", &url, "--schema", "other"])
                     .args(args.split(' ').map(|arg| arg.replace('_', " ")))
                     .output()
                     .unwrap()

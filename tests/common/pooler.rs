@@ -152,10 +152,13 @@ async fn transact(
 ) -> Option<()> {
     // Query and Sync are what ReadyForQuery answers.
     let mut unanswered = VecDeque::new();
+    // The last message belongs to a batch whose Sync is still to come.
+    let mut in_batch = false;
     let mut next = Some(first);
     loop {
         if let Some(frame) = next.take() {
             unanswered.extend(matches!(frame[0], b'Q' | b'S').then_some(frame[0]));
+            in_batch = matches!(frame[0], b'P' | b'B' | b'D' | b'E' | b'C' | b'H');
             backend.writer.write_all(&frame).await.ok()?;
         }
         tokio::select! {
@@ -168,7 +171,7 @@ async fn transact(
                     b'G' if unanswered.front() == Some(&b'S') => drop(unanswered.pop_front()),
                     b'Z' => {
                         unanswered.pop_front();
-                        if unanswered.is_empty() && frame[5] == b'I' {
+                        if unanswered.is_empty() && !in_batch && frame[5] == b'I' {
                             return Some(());
                         }
                     }
