@@ -106,8 +106,11 @@ async fn fleets_go_on_at_the_promoted_standby_and_lose_nothing() {
     session.batch_execute("SELECT pg_reload_conf()").await.unwrap();
     until_true(&session, "SELECT EXISTS (SELECT FROM pg_stat_replication WHERE sync_state = 'sync')").await;
 
-    let servers = [&primary.server, &standby.server];
-    let targets = [target_of(servers, "target_session_attrs=read-write"), target_of(servers, "")];
+    // The second finds a standby first, and does not say what it needs.
+    let targets = [
+        target_of([&primary.server, &standby.server], "target_session_attrs=read-write"),
+        target_of([&standby.server, &primary.server], ""),
+    ];
     let gate = Gate::new();
     let ran: Arc<Mutex<Vec<i64>>> = Arc::default();
     let fleets = targets.each_ref().map(|target| {
@@ -136,7 +139,7 @@ async fn fleets_go_on_at_the_promoted_standby_and_lose_nothing() {
     let enqueued: Arc<Mutex<Enqueued>> = Arc::default();
     let acknowledged = || enqueued.lock().unwrap().acknowledged.len();
     let (stop, stopped) = watch::channel(false);
-    let producer = tokio::spawn(produce(targets[1].clone(), Arc::clone(&enqueued), stopped));
+    let producer = tokio::spawn(produce(targets[0].clone(), Arc::clone(&enqueued), stopped));
     until("every worker has a job, and more wait", || gate.waiting() == 8 && acknowledged() >= 20).await;
     let schema = Schema::default();
     until_true(&session, "SELECT max(generation) > 0 FROM awa.queue_ring_state").await;

@@ -2,8 +2,8 @@
 //!
 //! The lead is an advisory lock of a *transaction* that stays open on a connection of its own. A transaction pooler leaves an
 //! open transaction on its server connection, so it holds through poolers, which tear a session lock from its session; and
-//! it ends with the connection, at once. Between its statements the transaction has no snapshot and no xid (READ COMMITTED, nothing
-//! written, no relation touched): it holds back neither xmin nor a concurrent index build.
+//! it ends with the connection, at once. Once begun the transaction takes no snapshot, no xid and no other lock: it holds back
+//! neither vacuum nor a concurrent index build, and is never met as an old one that pins xmin.
 //!
 //! It is also a lease. A leader whose machine is gone without a word would hold the lock for as long as TCP believes in it,
 //! which is hours; so the server ends the transaction when it has heard nothing for [`MaintenanceOptions::lead_lease`]
@@ -34,10 +34,6 @@ const LONGEST_PASS: Duration = Duration::from_secs(300);
 /// How long an orderly goodbye may take.
 const GOODBYE: Duration = Duration::from_secs(1);
 
-/// Names a transaction: `now()` is one moment for the whole of it. With any other it differs, be it that the lock's ended,
-/// or that a pooler passed the statement on elsewhere.
-const TRANSACTION: &str = "pg_backend_pid() || '/' || extract(epoch FROM now())";
-
 /// Names a server, unlike its identifier, which a standby shares.
 const SERVER: &str = "extract(epoch FROM pg_postmaster_start_time())";
 
@@ -58,7 +54,8 @@ impl From<EngineError> for NotLeading {
 /// The lead, for as long as its transaction lives. Dropping it gives it up.
 pub struct Lead {
     session: Session,
-    transaction: String,
+    /// The value of a setting that no other transaction has.
+    mark: String,
     server: String,
     lease: Duration,
 }
@@ -71,30 +68,31 @@ impl Lead {
         lease: Duration,
     ) -> (Result<Self, NotLeading>, Option<Session>) {
         match within(Self::begin(&session, schema, lease)).await {
-            Ok(Begun::Ours { transaction, server }) => (Ok(Self { session, transaction, server, lease }), None),
+            Ok(Begun::Ours { mark, server }) => (Ok(Self { session, mark, server, lease }), None),
             Ok(Begun::Refused { reason, keep }) => (Err(NotLeading::Refused(reason)), keep.then_some(session)),
             Err(error) => (Err(error.into()), None),
         }
     }
 
     async fn begin(session: &Session, schema: &Schema, lease: Duration) -> Result<Begun> {
+        let mark = format!("{:016x}", rand::random::<u64>());
         // One message, so that nothing can come between BEGIN and the lock. From 17 on there is a limit for whole transactions.
         let sql = schema.render(&format!(
             "BEGIN ISOLATION LEVEL READ COMMITTED;
              SET LOCAL idle_in_transaction_session_timeout = {};
+             SET LOCAL awactl.lead = '{mark}';
              SELECT CASE WHEN current_setting('server_version_num')::integer >= 170000
                          THEN set_config('transaction_timeout', '0', true) END;
              SELECT CASE WHEN pg_is_in_recovery() THEN 'standby'
                          WHEN current_setting('transaction_read_only') = 'on' THEN 'read-only'
                          WHEN pg_try_advisory_xact_lock('{{schema}}.queue_terminal_rollup_deltas'::regclass::oid::integer, 0) THEN 'ours'
                          ELSE 'taken' END,
-                    {TRANSACTION}, {SERVER}",
+                    {SERVER}",
             lease.as_millis().max(1),
         ));
         let row = session.simple_row(&sql).await?;
-        let text = |n: usize| row.get(n).unwrap_or_default().to_owned();
         let (reason, keep) = match row.get(0) {
-            Some("ours") => return Ok(Begun::Ours { transaction: text(1), server: text(2) }),
+            Some("ours") => return Ok(Begun::Ours { mark, server: row.get(1).unwrap_or_default().to_owned() }),
             // The next connection may find the primary.
             Some("standby") => ("the server is a standby", false),
             Some("read-only") => ("the server is read-only", false),
@@ -106,11 +104,16 @@ impl Lead {
 
     /// Makes sure that it is still held, and tells the server that its holder lives.
     pub async fn renew(&self) -> Result<()> {
-        let sql = format!("SELECT {TRANSACTION}");
-        let row = timeout(self.lease, self.session.simple_row(&sql)).await;
-        match row.map_err(|_| lost(format!("no answer within {} s", self.lease.as_secs_f64())))??.get(0) {
-            Some(transaction) if transaction == self.transaction => Ok(()),
-            _ => Err(lost("its transaction was ended, or taken from its connection".into())),
+        // SHOW, because a SELECT takes a snapshot.
+        let row = timeout(self.lease, self.session.simple_row("SHOW awactl.lead")).await;
+        let row = row.map_err(|_| lost(format!("no answer within {} s", self.lease.as_secs_f64())))?;
+        match row {
+            Ok(row) if row.get(0) == Some(&*self.mark) => Ok(()),
+            // Any other transaction knows another value, or none.
+            Ok(_) | Err(EngineError::Database(_)) => {
+                Err(lost("its transaction was ended, or taken from its connection".into()))
+            }
+            Err(error) => Err(error),
         }
     }
 
@@ -145,7 +148,7 @@ impl Lead {
 }
 
 enum Begun {
-    Ours { transaction: String, server: String },
+    Ours { mark: String, server: String },
     Refused { reason: &'static str, keep: bool },
 }
 
