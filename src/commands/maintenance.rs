@@ -25,6 +25,9 @@ pub struct Args {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Maintain until SIGTERM or Ctrl-C; of all processes that do, one leads
+    ///
+    /// The leader holds a transaction open on a connection of its own ("awactl leader"). It pins nothing, and holds through a
+    /// transaction pooler, where it takes one of the pool's connections.
     Run,
     /// One pass of every task, leader or not
     Once,
