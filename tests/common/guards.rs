@@ -191,6 +191,7 @@ const GUARDS: &[(&str, &str, &str)] = &[
     ("stale_heartbeat", "v.run_leases[j.n]) AND s.heartbeat_at > p_cutoff)", "v.run_leases[j.n]) AND false)"),
     ("rescue_bound", "EXIT WHEN cardinality(v_found.receipt_ids) >= p_limit;", ""),
     ("silent_since", "s.run_lease = i.run_lease AND s.heartbeat_at > p_silent_since);", "false);"),
+    ("lease_silent_since", "WHERE p_sweep <> 'stale' OR NOT EXISTS (", "WHERE true OR NOT EXISTS ("),
     ("stale_cutoff", "WHERE b.batch_id > p_after AND b.claimed_at <= p_cutoff", "WHERE b.batch_id > p_after"),
     ("rescue_wrap", "                PERFORM setval(v_cursor, 0);", "                NULL;"),
     (
