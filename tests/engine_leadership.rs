@@ -130,6 +130,27 @@ async fn when_the_connection_of_its_passes_is_killed_a_leader_opens_another() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_leader_whose_server_takes_no_more_writes_leads_no_longer_and_comes_back() {
+    let db = Db::new().await;
+    let target = target_of(&db);
+    let maintenance = Maintenance::start(&target, options());
+    until("it passes", || maintenance.report().skipped.keys().any(|task| task.starts_with("rotate"))).await;
+    // Holds for new sessions: the one that leads is from before.
+    let database = database(&db);
+    db.exec(&format!("ALTER DATABASE {database} SET default_transaction_read_only = on")).await;
+    let passes = format!("datname = '{database}' AND application_name = 'awactl maintenance'");
+    db.until(&format!(
+        "SELECT coalesce(bool_or(pg_terminate_backend(pid)), false) FROM pg_stat_activity WHERE {passes}"
+    ))
+    .await;
+    until("it is refused", || maintenance.report().skipped.contains_key("lead: the server is read-only")).await;
+    assert!(!maintenance.report().leading);
+    db.exec(&format!("ALTER DATABASE {database} RESET default_transaction_read_only")).await;
+    until("it leads again", || maintenance.report().leading).await;
+    maintenance.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn leading_holds_back_neither_vacuum_nor_anybody_who_wants_a_lock() {
     let db = Db::new().await;
     let target = target_of(&db);
