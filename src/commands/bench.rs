@@ -12,6 +12,7 @@ use serde::Serialize;
 use super::exit::{CommandError, ExitCode};
 use super::output::{Table, human_duration, thousands};
 use super::progress::{embedded_progress, phase_bar};
+use super::values::whole;
 use super::{Access, Context};
 use crate::engine::bench::{self, Ceiling, Progress, Scenario, Summary};
 use crate::engine::embedded::{Embedded, Options};
@@ -39,7 +40,7 @@ enum Command {
     Run {
         file: PathBuf,
         /// Multiply every duration, count and depth
-        #[arg(long, default_value_t = 1.0)]
+        #[arg(long, default_value_t = 1.0, value_parser = scale)]
         time_scale: f64,
         /// Folder for summary.json
         #[arg(long, value_name = "DIR")]
@@ -47,9 +48,9 @@ enum Command {
     },
     /// What the server does at best with the same rows and no queue
     Ceiling {
-        #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=600))]
+        #[arg(long, default_value_t = 5, value_parser = whole::<u64>(1, 600))]
         seconds: u64,
-        #[arg(long, default_value_t = 256)]
+        #[arg(long, default_value_t = 256, value_parser = whole::<usize>(0, 1_000_000))]
         payload_bytes: usize,
     },
     /// The scenarios of a folder
@@ -57,6 +58,11 @@ enum Command {
         #[arg(default_value = "scenarios")]
         dir: PathBuf,
     },
+}
+
+fn scale(text: &str) -> Result<f64, String> {
+    let scale = text.parse().ok().filter(|scale| *scale > 0.0 && *scale <= 100.0);
+    scale.ok_or_else(|| "it must be a number above 0 and at most 100; 0.1 is a tenth".into())
 }
 
 pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
@@ -75,14 +81,6 @@ pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::Done)
         }
         Command::Run { file, time_scale, out } => {
-            if !(time_scale > 0.0 && time_scale <= 100.0) {
-                return Err(CommandError::usage(
-                    "--time-scale is not usable",
-                    "it must be above 0 and at most 100",
-                    "0.1 is a tenth",
-                )
-                .into());
-            }
             let scenario = read(&file)?.scaled(time_scale);
             let bench = Bench::start(context, args.allow_target.as_deref()).await?;
             let phases = Phases::new(context);

@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use super::exit::{CommandError, ExitCode};
 use super::output::{Table, thousands};
+use super::values::whole;
 use super::{Access, Context};
 use crate::engine::cron::{self, CronJob, Definition, Put};
 use crate::engine::enqueue::{DEFAULT_MAX_ATTEMPTS, DEFAULT_PRIORITY, DEFAULT_QUEUE};
@@ -74,11 +75,11 @@ struct AddArgs {
     queue: String,
 
     /// 1 (first) to 4
-    #[arg(long, default_value_t = DEFAULT_PRIORITY)]
+    #[arg(long, default_value_t = DEFAULT_PRIORITY, value_parser = whole::<i16>(1, 4))]
     priority: i16,
 
     /// 1 to 1000
-    #[arg(long, default_value_t = DEFAULT_MAX_ATTEMPTS)]
+    #[arg(long, default_value_t = DEFAULT_MAX_ATTEMPTS, value_parser = whole::<i16>(1, 1000))]
     max_attempts: i16,
 
     /// A tag; may be repeated, up to 20 times

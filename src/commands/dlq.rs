@@ -6,6 +6,7 @@ use serde::Serialize;
 use super::exit::{CommandError, ExitCode};
 use super::job::{Changed, changed_table, jobs_table, operate_on, would};
 use super::output::{Table, thousands};
+use super::values::{job_id, whole};
 use super::{Access, Context};
 use crate::engine::counts::queue_counts;
 use crate::engine::jobs::{JobFilter, held_jobs, list_jobs};
@@ -26,7 +27,7 @@ enum Command {
     List {
         #[command(flatten)]
         of: Of,
-        #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
+        #[arg(long, default_value_t = 50, value_parser = whole::<i64>(1, 1_000_000))]
         limit: i64,
     },
     /// How many a queue holds
@@ -34,6 +35,7 @@ enum Command {
     /// Make held jobs available again with all their attempts
     Retry {
         /// Ids of jobs; without any, all that match
+        #[arg(value_parser = job_id)]
         ids: Vec<i64>,
         #[command(flatten)]
         of: Of,
@@ -44,9 +46,9 @@ enum Command {
         #[arg(long)]
         to_queue: Option<String>,
         /// At this priority, 1 (first) to 4
-        #[arg(long, value_parser = clap::value_parser!(i32).range(1..=4))]
+        #[arg(long, value_parser = whole::<i32>(1, 4))]
         to_priority: Option<i32>,
-        #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
+        #[arg(long, default_value_t = 10_000, value_parser = whole::<i64>(1, 1_000_000))]
         limit: i64,
         /// Only say which
         #[arg(long)]
@@ -55,13 +57,14 @@ enum Command {
     /// Forget held jobs
     Purge {
         /// Ids of jobs; without any, all that match
+        #[arg(value_parser = job_id)]
         ids: Vec<i64>,
         #[command(flatten)]
         of: Of,
         /// All of them, of every queue and kind
         #[arg(long, conflicts_with_all = ["ids", "queue", "kind"])]
         all: bool,
-        #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
+        #[arg(long, default_value_t = 10_000, value_parser = whole::<i64>(1, 1_000_000))]
         limit: i64,
         /// Only say which
         #[arg(long)]

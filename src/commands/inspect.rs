@@ -11,6 +11,7 @@ use super::exit::{CommandError, ExitCode};
 use super::maintenance::RingArg;
 use super::output::{Format, Reader, Table, human_bytes, human_duration, thousands};
 use super::signals::Signals;
+use super::values::{job_id, whole};
 use super::{Access, Context};
 use crate::engine::counts::{QueueCounts, queue_counts};
 use crate::engine::dead_tuples::{DeadTuplesReport, dead_tuples};
@@ -54,11 +55,14 @@ enum Command {
     Queues,
     /// Attempts that are open: who holds them, since when, and in which slot
     Claims {
-        #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(i64).range(1..=100_000))]
+        #[arg(long, default_value_t = 50, value_parser = whole::<i64>(1, 100_000))]
         limit: i64,
     },
     /// Where one job is
-    Job { id: i64 },
+    Job {
+        #[arg(value_parser = job_id)]
+        id: i64,
+    },
 }
 
 pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {

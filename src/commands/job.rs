@@ -7,6 +7,7 @@ use serde::Serialize;
 use super::exit::{CommandError, ExitCode};
 use super::output::{Table, thousands};
 use super::progress::bar;
+use super::values::{job_id, whole};
 use super::{Access, Context};
 use crate::engine::jobs::{JobFilter, STATES, ShownJob, list_jobs};
 use crate::engine::operate::{Operate, Operated, Operation};
@@ -25,11 +26,14 @@ enum Command {
     List {
         #[command(flatten)]
         filter: Filter,
-        #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
+        #[arg(long, default_value_t = 50, value_parser = whole::<i64>(1, 1_000_000))]
         limit: i64,
     },
     /// One job with everything that is known of it
-    Show { id: i64 },
+    Show {
+        #[arg(value_parser = job_id)]
+        id: i64,
+    },
     /// End jobs, running or not; handlers of running ones are told
     Cancel {
         #[command(flatten)]
@@ -48,7 +52,7 @@ enum Command {
         #[arg(long)]
         to_queue: Option<String>,
         /// At this priority, 1 (first) to 4
-        #[arg(long, value_parser = clap::value_parser!(i32).range(1..=4))]
+        #[arg(long, value_parser = whole::<i32>(1, 4))]
         to_priority: Option<i32>,
     },
     /// Forget jobs; running ones must be cancelled first
@@ -63,7 +67,7 @@ enum Command {
         #[arg(long, required_unless_present = "to_priority")]
         to_queue: Option<String>,
         /// 1 (first) to 4
-        #[arg(long, value_parser = clap::value_parser!(i32).range(1..=4))]
+        #[arg(long, value_parser = whole::<i32>(1, 4))]
         to_priority: Option<i32>,
     },
 }
@@ -106,11 +110,12 @@ impl Filter {
 #[derive(Debug, Clone, clap::Args)]
 pub struct Which {
     /// Ids of jobs
+    #[arg(value_parser = job_id)]
     ids: Vec<i64>,
     #[command(flatten)]
     filter: Filter,
     /// At most so many of those that match
-    #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
+    #[arg(long, default_value_t = 10_000, value_parser = whole::<i64>(1, 1_000_000))]
     limit: i64,
     /// Only say which
     #[arg(long)]

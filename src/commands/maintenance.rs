@@ -8,6 +8,7 @@ use serde::Serialize;
 use super::exit::{CommandError, ExitCode};
 use super::output::{Table, thousands};
 use super::signals::{Signals, exit_now};
+use super::values::whole;
 use super::{Access, Context};
 use crate::engine::duration;
 use crate::engine::maintenance::{self, Maintenance, MaintenanceOptions, MaintenanceReport, leader};
@@ -47,7 +48,7 @@ enum Command {
     /// Make due deferred jobs ready
     Promote {
         /// At most so many
-        #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(i32).range(1..=1_000_000))]
+        #[arg(long, default_value_t = 10_000, value_parser = whole::<i32>(1, 1_000_000))]
         limit: i32,
     },
     /// End attempts of lost workers, past deadlines and unanswered callbacks
@@ -56,7 +57,7 @@ enum Command {
         #[arg(long, value_name = "DURATION", default_value = "90s")]
         stale_after: String,
         /// Claim batches looked at in each claim slot, and leases
-        #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(i32).range(1..=100_000))]
+        #[arg(long, default_value_t = 500, value_parser = whole::<i32>(1, 100_000))]
         limit: i32,
     },
     /// Who leads

@@ -7,6 +7,7 @@ use super::exit::{CommandError, ExitCode};
 use super::inspect::queues_table;
 use super::output::{Table, human_duration, thousands};
 use super::progress::bar;
+use super::values::whole;
 use super::{Access, Context};
 use crate::engine::counts::queue_counts;
 use crate::engine::duration;
@@ -43,7 +44,7 @@ enum Command {
     Set {
         queue: String,
         /// Lanes that producers are spread over, 1 to 64; as many claims of one priority can go on at a time
-        #[arg(long, group = "change", value_parser = clap::value_parser!(i32).range(1..=64))]
+        #[arg(long, group = "change", value_parser = whole::<i32>(1, 64))]
         enqueue_shards: Option<i32>,
         /// Hold jobs that fail for good in the DLQ
         #[arg(long, group = "change", value_name = "on|off", value_parser = on_off)]
