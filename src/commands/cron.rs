@@ -288,5 +288,5 @@ async fn names_of(session: &Session, schema: &Schema) -> anyhow::Result<Vec<Stri
 fn unknown(name: &str, there: &[String]) -> anyhow::Error {
     let why =
         if there.is_empty() { "there is none at all".to_owned() } else { format!("there are {}", there.join(", ")) };
-    CommandError::usage(format!("there is no cron job {name}"), why, "see awactl cron list").into()
+    CommandError::failed(format!("there is no cron job {name}"), why, "see `awactl cron list`").into()
 }

@@ -172,7 +172,7 @@ async fn change(context: &Context, which: Which, operation: &Operation) -> anyho
         .into());
     }
     if dry_run {
-        return would(context, &chosen, operation);
+        return would(context, &session, schema, &chosen, operation).await;
     }
     let what = format!("{} {} held jobs", operation.name(), chosen.len());
     match operation {
@@ -184,6 +184,8 @@ async fn change(context: &Context, which: Which, operation: &Operation) -> anyho
     session.close().await;
     let done = jobs.iter().filter(|job| job.done).count();
     let all_done = done == jobs.len();
-    context.output.print(&Changed { operation: operation.name(), dry_run: false, done, jobs }, changed_table)?;
+    context
+        .output
+        .print(&Changed { operation: operation.name(), dry_run: false, would: None, done, jobs }, changed_table)?;
     Ok(if all_done { ExitCode::Done } else { ExitCode::Failed })
 }

@@ -229,11 +229,17 @@ async fn show(context: &Context, id: i64) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::Done)
 }
 
+/// Jobs that a table lists.
+const LISTED: usize = 20;
+
 /// What a change did to each job.
 #[derive(Serialize)]
 pub(super) struct Changed {
     pub operation: &'static str,
     pub dry_run: bool,
+    /// How many a dry run would do it to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub would: Option<usize>,
     pub done: usize,
     pub jobs: Vec<Operated>,
 }
@@ -266,7 +272,7 @@ async fn change(context: &Context, which: &Which, operation: &Operation) -> anyh
         ids
     };
     if which.dry_run {
-        return would(context, &ids, operation);
+        return would(context, &session, schema, &ids, operation).await;
     }
     let what = format!("{} {} jobs", operation.name(), ids.len());
     match operation {
@@ -280,19 +286,32 @@ async fn change(context: &Context, which: &Which, operation: &Operation) -> anyh
     session.close().await;
     let done = jobs.iter().filter(|job| job.done).count();
     let all_done = done == jobs.len();
-    let changed = Changed { operation: operation.name(), dry_run: false, done, jobs };
+    let changed = Changed { operation: operation.name(), dry_run: false, would: None, done, jobs };
     context.output.print(&changed, changed_table)?;
     Ok(if all_done { ExitCode::Done } else { ExitCode::Failed })
 }
 
-/// Says which jobs a change would be for.
-pub(super) fn would(context: &Context, ids: &[i64], operation: &Operation) -> anyhow::Result<ExitCode> {
-    let jobs = ids.iter().map(|id| Operated { job_id: *id, done: false, state: None, reason: None }).collect();
-    let changed = Changed { operation: operation.name(), dry_run: true, done: 0, jobs };
-    context.output.print(&changed, |c| {
-        Table::facts([("would", c.operation.to_owned()), ("jobs", thousands(c.jobs.len() as i64))])
-    })?;
-    Ok(ExitCode::Done)
+/// Says which jobs a change would be for, and why not for the others.
+pub(super) async fn would(
+    context: &Context,
+    session: &Session,
+    schema: &Schema,
+    ids: &[i64],
+    operation: &Operation,
+) -> anyhow::Result<ExitCode> {
+    let operate = Operate::prepare(session, schema).await?;
+    let bar = bar(context.shows_progress() && ids.len() > 100, "looked at", ids.len() as u64);
+    let mut jobs = Vec::with_capacity(ids.len());
+    for id in ids {
+        jobs.push(operate.would(session, *id, operation).await?);
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    let would = jobs.iter().filter(|job| job.reason.is_none()).count();
+    let all = would == jobs.len();
+    let changed = Changed { operation: operation.name(), dry_run: true, would: Some(would), done: 0, jobs };
+    context.output.print(&changed, changed_table)?;
+    Ok(if all { ExitCode::Done } else { ExitCode::Failed })
 }
 
 /// A filter without a state means the states that the operation suits.
@@ -334,18 +353,28 @@ pub(super) async fn operate_on(
 }
 
 pub(super) fn changed_table(changed: &Changed) -> Table {
-    let mut table = Table::facts([
-        ("operation", changed.operation.to_owned()),
-        ("done", thousands(changed.done as i64)),
-        ("not done", thousands((changed.jobs.len() - changed.done) as i64)),
-    ]);
-    let mut refused = changed.jobs.iter().filter(|job| !job.done).peekable();
-    if refused.peek().is_some() {
-        let mut why = Table::new(&["job", "why not"]).numbers(&[0]);
-        for job in refused.take(20) {
-            why.row([job.job_id.to_string(), job.reason.clone().unwrap_or_default()]);
-        }
-        table = table.then(why);
+    let refused: Vec<&Operated> = changed.jobs.iter().filter(|job| job.reason.is_some()).collect();
+    let counted = match changed.would {
+        Some(would) => [("would", changed.operation.to_owned()), ("jobs", thousands(would as i64))],
+        None => [("operation", changed.operation.to_owned()), ("done", thousands(changed.done as i64))],
+    };
+    let mut facts = counted.to_vec();
+    if !refused.is_empty() || changed.would.is_none() {
+        facts.push((if changed.would.is_some() { "not" } else { "not done" }, thousands(refused.len() as i64)));
     }
-    table
+    let table = Table::facts(facts);
+    if refused.is_empty() {
+        return table;
+    }
+    let mut why = Table::new(&["job", "why not"]).numbers(&[0]);
+    for job in refused.iter().take(LISTED) {
+        why.row([job.job_id.to_string(), job.reason.clone().unwrap_or_default()]);
+    }
+    if refused.len() > LISTED {
+        why.row([
+            "…".to_owned(),
+            format!("and {} more; -o json lists all", thousands((refused.len() - LISTED) as i64)),
+        ]);
+    }
+    table.then(why)
 }
