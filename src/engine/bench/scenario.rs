@@ -168,8 +168,13 @@ impl Scenario {
         let name = path.display().to_string();
         let text =
             std::fs::read_to_string(path).map_err(|source| ScenarioError::Unreadable { path: name.clone(), source })?;
-        let invalid = |message: String| ScenarioError::Invalid { path: name.clone(), message };
-        let scenario: Self = serde_yaml::from_str(&text).map_err(|e| invalid(reworded(&e.to_string())))?;
+        Self::parse(&text, &name)
+    }
+
+    /// Reads and checks the text of one; `origin` names it in errors.
+    pub fn parse(text: &str, origin: &str) -> Result<Self, ScenarioError> {
+        let invalid = |message: String| ScenarioError::Invalid { path: origin.to_owned(), message };
+        let scenario: Self = serde_yaml::from_str(text).map_err(|e| invalid(reworded(&e.to_string())))?;
         scenario.check().map_err(invalid)?;
         Ok(scenario)
     }
