@@ -400,3 +400,26 @@ fn a_queue_that_never_had_a_job_is_said_to_be_one() {
     let ran = db.run(&["queue", "pause", "mail"]);
     assert!(ran.code == 0 && !ran.stderr.contains("no job"), "{ran:?}");
 }
+
+#[test]
+fn tables_fit_80_columns_and_break_no_name_into_letters() {
+    let db = Db::new();
+    let (queue, kind) = ("notifications_transactional", "send_email_with_a_long_name");
+    db.done(&["enqueue", kind, "--queue", queue, "--count", "1000"]);
+    db.end(queue, "failed");
+    db.running(queue);
+    for args in [
+        &["queue", "list"][..],
+        &["inspect", "rings"],
+        &["inspect", "claims"],
+        &["inspect", "dead-tuples"],
+        &["job", "list", "--limit", "3"],
+        &["job", "list", "--state", "failed"],
+    ] {
+        let table = db.done(args);
+        assert!(table.lines().all(|line| line.chars().count() <= 80), "{args:?}\n{table}");
+        // A column of one letter a line would make lines with nothing else.
+        assert!(!table.lines().any(|line| line.trim().chars().count() == 1), "{args:?}\n{table}");
+    }
+    assert!(db.done(&["queue", "list"]).contains(queue), "in one piece");
+}

@@ -5,7 +5,7 @@ use clap::Subcommand;
 use serde::Serialize;
 
 use super::exit::{CommandError, ExitCode};
-use super::output::{Table, thousands};
+use super::output::{Table, short_time, thousands};
 use super::values::whole;
 use super::{Access, Context};
 use crate::engine::cron::{self, CronJob, Definition, Put};
@@ -120,8 +120,9 @@ async fn list(context: &Context) -> anyhow::Result<ExitCode> {
     let cron_jobs = cron::list(&session, &resolved.target.schema).await?;
     session.close().await;
     context.output.print(&Listed { cron_jobs }, |listed| {
-        let header = ["name", "schedule", "kind", "next due", "last fire", "missed", "last error"];
-        let mut table = Table::new(&header).numbers(&[5]).when_empty("there is no cron job");
+        let header = ["name", "schedule", "kind", "next due", "last fire", "missed"];
+        let mut table = Table::new(&header).numbers(&[5]).whole(&[3, 4]).when_empty("there is no cron job");
+        let mut errors = Table::new(&["name", "last error"]);
         for job in &listed.cron_jobs {
             let next = match job.next_due_at {
                 _ if job.paused => "paused".to_owned(),
@@ -134,16 +135,18 @@ async fn list(context: &Context) -> anyhow::Result<ExitCode> {
                 next,
                 time(job.last_fired_at),
                 thousands(job.missed_count),
-                job.last_error.clone().unwrap_or_default(),
             ]);
+            if let Some(error) = &job.last_error {
+                errors.row([&job.name, error]);
+            }
         }
-        table
+        table.then_if_any(errors)
     })?;
     Ok(ExitCode::Done)
 }
 
 fn time(at: Option<DateTime<Utc>>) -> String {
-    at.map(|at| at.format("%F %TZ").to_string()).unwrap_or_default()
+    at.map(short_time).unwrap_or_default()
 }
 
 /// One time it would come due.

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::exit::{CommandError, ExitCode};
 use super::maintenance::RingArg;
-use super::output::{Format, Reader, Table, human_bytes, human_duration, thousands};
+use super::output::{Format, Reader, Table, human_bytes, human_duration, short_time, thousands};
 use super::signals::Signals;
 use super::values::{job_id, whole};
 use super::{Access, Context};
@@ -134,10 +134,11 @@ async fn shown<T: Serialize, F: Future<Output = anyhow::Result<T>>>(
     }
 }
 
-/// A row a slot; pruned ones are left out unless `all`, since they hold nothing.
+/// A row a slot, and below why each is as it is; pruned ones are left out unless `all`, since they hold nothing.
 pub fn rings_table(report: &RingsReport, all: bool) -> Table {
-    let mut table = Table::new(&["ring", "slot", "gen", "state", "rows", "open", "size", "dead", "why"])
-        .numbers(&[1, 2, 4, 5, 6, 7]);
+    let mut table =
+        Table::new(&["ring", "slot", "gen", "state", "rows", "open", "size", "dead"]).numbers(&[1, 2, 4, 5, 6, 7]);
+    let mut reasons = Table::new(&["ring", "slot", "why"]).whole(&[0, 1]);
     for ring in &report.rings {
         for slot in ring.slots.iter().filter(|s| all || s.state != SlotState::Pruned) {
             table.row([
@@ -149,25 +150,18 @@ pub fn rings_table(report: &RingsReport, all: bool) -> Table {
                 thousands(slot.open),
                 human_bytes(slot.bytes.unsigned_abs()),
                 thousands(slot.dead_tuples),
-                why(ring, slot),
             ]);
+            if slot.state != SlotState::Pruned {
+                reasons.row([ring.ring.name().to_owned(), slot.slot.to_string(), why(ring, slot)]);
+            }
         }
         if !all {
             let pruned = ring.slots.iter().filter(|s| s.state == SlotState::Pruned).count();
-            table.row([
-                ring.ring.name().to_owned(),
-                String::new(),
-                String::new(),
-                "pruned".into(),
-                String::new(),
-                String::new(),
-                String::new(),
-                String::new(),
-                format!("{pruned} of {} slots are free", ring.slot_count),
-            ]);
+            let free = format!("free: {pruned} of {} slots are pruned", ring.slot_count);
+            reasons.row([ring.ring.name().to_owned(), "others".to_owned(), free]);
         }
     }
-    table
+    table.then(reasons)
 }
 
 fn why(ring: &RingReport, slot: &SlotReport) -> String {
@@ -220,6 +214,7 @@ pub fn dead_tuples_table(report: &DeadTuplesReport, all: bool) -> Table {
 fn claims_table(report: &ClaimsReport) -> Table {
     let mut batches = Table::new(&["slot", "batch", "queue", "open", "first job", "age", "claimed by"])
         .numbers(&[0, 1, 3, 4])
+        .whole(&[5])
         .when_empty("no claim is open");
     for c in &report.claims {
         batches.row([
@@ -234,6 +229,7 @@ fn claims_table(report: &ClaimsReport) -> Table {
     }
     let mut leases = Table::new(&["slot", "job", "queue", "state", "age", "waits until", "claimed by"])
         .numbers(&[0, 1])
+        .whole(&[3, 4, 5])
         .when_empty("no attempt has a lease");
     for l in &report.leases {
         leases.row([
@@ -242,7 +238,7 @@ fn claims_table(report: &ClaimsReport) -> Table {
             l.queue.clone(),
             l.state.clone(),
             human_duration(Duration::from_secs_f64(l.age_s.max(0.0))),
-            l.callback_timeout_at.map_or_else(String::new, |t| t.to_rfc3339()),
+            l.callback_timeout_at.map_or_else(String::new, short_time),
             l.claimed_by.clone().unwrap_or_default(),
         ]);
     }
@@ -270,6 +266,8 @@ pub(super) fn queues_table(report: &QueueCounts) -> Table {
         "queue", "avail", "sched", "retry", "run", "wait", "done", "failed", "dlq", "cancel", "oldest", "",
     ])
     .numbers(&[1, 2, 3, 4, 5, 6, 7, 8, 9])
+    .whole(&[10, 11])
+    .without_idle(&[2, 3, 5, 8, 9, 10, 11])
     .when_empty("no queue ever had a job");
     for q in &report.queues {
         table.row([

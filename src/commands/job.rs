@@ -5,7 +5,7 @@ use clap::Subcommand;
 use serde::Serialize;
 
 use super::exit::{CommandError, ExitCode};
-use super::output::{Table, thousands};
+use super::output::{Table, short_time, thousands};
 use super::progress::bar;
 use super::values::{job_id, whole};
 use super::{Access, Context};
@@ -146,9 +146,11 @@ async fn list(context: &Context, filter: &JobFilter) -> anyhow::Result<ExitCode>
 }
 
 pub(super) fn jobs_table(jobs: &[ShownJob]) -> Table {
-    let mut table = Table::new(&["id", "queue", "kind", "state", "prio", "attempt", "run at", "last error"])
+    let mut table = Table::new(&["id", "queue", "kind", "state", "prio", "attempt", "run at"])
         .numbers(&[0, 4])
+        .whole(&[3, 5, 6])
         .when_empty("no job matches");
+    let mut errors = Table::new(&["id", "last error"]).numbers(&[0]);
     for job in jobs {
         table.row([
             job.id.to_string(),
@@ -157,16 +159,19 @@ pub(super) fn jobs_table(jobs: &[ShownJob]) -> Table {
             job.state.clone(),
             job.priority.to_string(),
             format!("{}/{}", job.attempt, job.max_attempts),
-            job.run_at.format("%Y-%m-%d %H:%M:%S").to_string(),
-            last_error(job),
+            short_time(job.run_at),
         ]);
+        let error = last_error(job);
+        if !error.is_empty() {
+            errors.row([job.id.to_string(), error]);
+        }
     }
-    table
+    table.then_if_any(errors)
 }
 
 fn last_error(job: &ShownJob) -> String {
     let text = job.errors.last().and_then(|e| e.get("error")).and_then(|e| e.as_str()).unwrap_or_default();
-    let mut line: String = text.lines().next().unwrap_or_default().chars().take(60).collect();
+    let mut line: String = text.lines().next().unwrap_or_default().chars().take(200).collect();
     if line.len() < text.len() {
         line.push('…');
     }
