@@ -186,7 +186,7 @@ fn why(ring: &RingReport, slot: &SlotReport) -> String {
 
 /// A row a family, or a table with `all`.
 pub fn dead_tuples_table(report: &DeadTuplesReport, all: bool) -> Table {
-    let mut table = Table::new(&["table", "live", "dead", "size", "last autovacuum"]).numbers(&[1, 2, 3]);
+    let mut table = Table::new(&["table", "live", "dead", "size", "last autovacuum"]).numbers(&[1, 2, 3]).whole(&[0]);
     let rows = if all { report.tables.clone() } else { report.by_family() };
     for row in rows {
         table.row([
