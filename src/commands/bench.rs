@@ -28,9 +28,12 @@ use crate::engine::{Schema, Target, migrate};
 pub struct Args {
     #[command(subcommand)]
     command: Command,
+}
 
+#[derive(Debug, clap::Args)]
+struct Where {
     /// Name of the database, for one that holds somebody's tables or jobs
-    #[arg(long, global = true, value_name = "NAME")]
+    #[arg(long, value_name = "NAME")]
     allow_target: Option<String>,
 }
 
@@ -47,18 +50,30 @@ enum Command {
         /// Folder for summary.json
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
+        #[command(flatten)]
+        on: Where,
     },
     /// What the server does at best with the same rows and no queue
     Ceiling {
+        /// How long
         #[arg(long, default_value_t = 5, value_parser = whole::<u64>(1, 600))]
         seconds: u64,
+        /// Size of the arguments
         #[arg(long, default_value_t = 256, value_parser = whole::<usize>(0, 1_000_000))]
         payload_bytes: usize,
+        #[command(flatten)]
+        on: Where,
     },
     /// The scenarios that are built in, and those of a folder
-    List { dir: Option<PathBuf> },
+    List {
+        /// A folder of scenario files
+        dir: Option<PathBuf>,
+    },
     /// Print a scenario that is built in, to make another of
-    Show { name: String },
+    Show {
+        /// See `bench list`
+        name: String,
+    },
 }
 
 fn scale(text: &str) -> Result<f64, String> {
@@ -73,8 +88,8 @@ pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
             context.output.raw(shipped(&name)?.text.as_bytes())?;
             Ok(ExitCode::Done)
         }
-        Command::Ceiling { seconds, payload_bytes } => {
-            let bench = Bench::start(context, args.allow_target.as_deref()).await?;
+        Command::Ceiling { seconds, payload_bytes, on } => {
+            let bench = Bench::start(context, on.allow_target.as_deref()).await?;
             let outcome = bench::ceiling(&bench.target, payload_bytes, Duration::from_secs(seconds)).await;
             bench.end().await?;
             context.output.print(&outcome?, |c: &Ceiling| {
@@ -85,9 +100,9 @@ pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
             })?;
             Ok(ExitCode::Done)
         }
-        Command::Run { scenario, time_scale, out } => {
+        Command::Run { scenario, time_scale, out, on } => {
             let scenario = scenario_of(&scenario)?.scaled(time_scale);
-            let bench = Bench::start(context, args.allow_target.as_deref()).await?;
+            let bench = Bench::start(context, on.allow_target.as_deref()).await?;
             let phases = Phases::new(context);
             let outcome = bench::run(&bench.target, &scenario, &|progress| phases.show(progress)).await;
             phases.end();

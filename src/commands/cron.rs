@@ -51,10 +51,11 @@ enum Command {
 ///
 /// The schedule is a cron expression: minute, hour, day of month, month, day of week; seconds may stand before them. With
 /// both kinds of day given, either is enough. In a zone with daylight saving a time that the clock skips comes due when it
-/// has jumped, and a time that it shows twice comes due the first time only; a schedule for every hour of the day (such as
-/// */15 * * * *) goes by the time that passes.
+/// has jumped, and a time that it shows twice comes due the first time only. A schedule for every hour of the day (such as
+/// 0 * * * * or */15 * * * *) goes by the time that passes instead: it comes due in both passes of a doubled hour.
 #[derive(Debug, clap::Args)]
 struct AddArgs {
+    /// Name of the cron job
     name: String,
 
     /// Cron expression, in quotes for the shell
@@ -71,6 +72,7 @@ struct AddArgs {
     #[arg(long, value_name = "ZONE", default_value = "UTC")]
     timezone: String,
 
+    /// Queue of the jobs
     #[arg(long, default_value = DEFAULT_QUEUE)]
     queue: String,
 
@@ -120,27 +122,21 @@ async fn list(context: &Context) -> anyhow::Result<ExitCode> {
     let cron_jobs = cron::list(&session, &resolved.target.schema).await?;
     session.close().await;
     context.output.print(&Listed { cron_jobs }, |listed| {
-        let header = ["name", "schedule", "kind", "next due", "last fire", "missed"];
-        let mut table = Table::new(&header).numbers(&[5]).whole(&[3, 4]).when_empty("there is no cron job");
+        let mut jobs = Table::new(&["name", "schedule", "time zone", "kind"]).when_empty("there is no cron job");
+        let mut times = Table::new(&["name", "next due", "last fire", "missed"]).numbers(&[3]).whole(&[1, 2]);
         let mut errors = Table::new(&["name", "last error"]);
         for job in &listed.cron_jobs {
             let next = match job.next_due_at {
                 _ if job.paused => "paused".to_owned(),
                 next => time(next),
             };
-            table.row([
-                job.name.clone(),
-                format!("{} {}", job.cron_expr, job.timezone),
-                job.kind.clone(),
-                next,
-                time(job.last_fired_at),
-                thousands(job.missed_count),
-            ]);
+            jobs.row([&job.name, &job.cron_expr, &job.timezone, &job.kind]);
+            times.row([job.name.clone(), next, time(job.last_fired_at), thousands(job.missed_count)]);
             if let Some(error) = &job.last_error {
                 errors.row([&job.name, error]);
             }
         }
-        table.then_if_any(errors)
+        jobs.then_if_any(times).then_if_any(errors)
     })?;
     Ok(ExitCode::Done)
 }

@@ -163,6 +163,9 @@ async fn change(context: &Context, which: Which, operation: &Operation) -> anyho
     let held = held_jobs(&session, schema, "dlq", of.queue.as_deref(), of.kind.as_deref(), limit).await?;
     let (chosen, missing): (Vec<i64>, Vec<i64>) =
         if ids.is_empty() { (held, Vec::new()) } else { ids.into_iter().partition(|id| held.contains(id)) };
+    if chosen.len() as i64 == limit {
+        context.note(&format!("more may be held: this is for {} at a time, see --limit", thousands(limit)));
+    }
     if let Some(id) = missing.first() {
         return Err(CommandError::failed(
             format!("the DLQ does not hold job {id}"),

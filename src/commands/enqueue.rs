@@ -36,6 +36,7 @@ pub struct Args {
     #[arg(default_value = "{}")]
     args: String,
 
+    /// Queue it goes to
     #[arg(long, default_value = DEFAULT_QUEUE, conflicts_with = "file")]
     queue: String,
 
@@ -139,7 +140,10 @@ async fn alike(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
     let ids = |duplicate| all.iter().filter(|e| e.duplicate == duplicate).map(|e| e.job_id).collect::<Vec<i64>>();
     let report = Report { enqueued: ids(false).len(), job_ids: ids(false), duplicates_of: ids(true) };
     context.output.print(&report, |r| {
-        let mut facts = vec![("enqueued", thousands(r.enqueued as i64)), ("job ids", first_ids(&r.job_ids))];
+        let mut facts = vec![("enqueued", thousands(r.enqueued as i64))];
+        if !r.job_ids.is_empty() {
+            facts.push(("job ids", first_ids(&r.job_ids)));
+        }
         if !r.duplicates_of.is_empty() {
             facts.push(("duplicates", thousands(r.duplicates_of.len() as i64)));
             facts.push(("of job", first_ids(&r.duplicates_of)));

@@ -184,10 +184,11 @@ fn why(ring: &RingReport, slot: &SlotReport) -> String {
     }
 }
 
-/// A row a family, or a table with `all`.
+/// A row a family that holds something, or a table with `all`.
 pub fn dead_tuples_table(report: &DeadTuplesReport, all: bool) -> Table {
     let mut table = Table::new(&["table", "live", "dead", "size", "last autovacuum"]).numbers(&[1, 2, 3]).whole(&[0]);
     let rows = if all { report.tables.clone() } else { report.by_family() };
+    let (rows, empty): (Vec<_>, Vec<_>) = rows.into_iter().partition(|row| all || row.live > 0 || row.dead > 0);
     for row in rows {
         table.row([
             row.table,
@@ -198,6 +199,11 @@ pub fn dead_tuples_table(report: &DeadTuplesReport, all: bool) -> Table {
                 .map(|t| t.to_rfc3339_opts(chrono::SecondsFormat::Secs, true))
                 .unwrap_or_else(|| "never".into()),
         ]);
+    }
+    if !empty.is_empty() {
+        let bytes: u64 = empty.iter().map(|row| row.bytes.unsigned_abs()).sum();
+        let others = format!("{} others", empty.len());
+        table.row([others, thousands(0), thousands(0), human_bytes(bytes), "hold nothing".to_owned()]);
     }
     let how = if report.exact { "counted" } else { "by the server's statistics" };
     table.row(["total".into(), String::new(), thousands(report.total), String::new(), how.into()]);

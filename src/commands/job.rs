@@ -273,6 +273,8 @@ async fn change(context: &Context, which: &Which, operation: &Operation) -> anyh
             .collect();
         if !which.ids.is_empty() {
             ids.retain(|id| which.ids.contains(id));
+        } else if ids.len() as i64 == which.limit {
+            context.note(&format!("more may match: this is for {} at a time, see --limit", thousands(which.limit)));
         }
         ids
     };

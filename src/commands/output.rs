@@ -296,6 +296,7 @@ pub fn human_duration(duration: Duration) -> String {
         1..60 => format!("{}.{} s", seconds, duration.subsec_millis() / 100),
         60..3_600 => format!("{} min {:02} s", seconds / 60, seconds % 60),
         3_600..86_400 => format!("{} h {:02} min", seconds / 3_600, seconds % 3_600 / 60),
+        _ if seconds % 86_400 < 3_600 => format!("{} d", seconds / 86_400),
         _ => format!("{} d {} h", seconds / 86_400, seconds % 86_400 / 3_600),
     }
 }
@@ -332,6 +333,7 @@ mod tests {
             (245_000, "4 min 05 s"),
             (7_800_000, "2 h 10 min"),
             (273_600_000, "3 d 4 h"),
+            (2_592_000_000, "30 d"),
         ] {
             assert_eq!(human_duration(Duration::from_millis(millis)), text);
         }
