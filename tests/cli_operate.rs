@@ -402,6 +402,17 @@ fn a_queue_that_never_had_a_job_is_said_to_be_one() {
 }
 
 #[test]
+fn a_slot_that_is_named_and_not_pruned_is_a_failure() {
+    let db = Db::new();
+    db.enqueue("q");
+    db.done(&["maintenance", "rotate"]);
+    db.refused(&["maintenance", "prune", "--ring", "queue", "--slot", "99"], 1, &["no slot 99", "it has 16"]);
+    let ran = db.run(&["maintenance", "prune", "--ring", "queue", "--slot", "0"]);
+    assert!(ran.code == 1 && ran.stdout.contains("ready_rows"), "{ran:?}");
+    db.done(&["maintenance", "prune"]);
+}
+
+#[test]
 fn tables_fit_80_columns_and_break_no_name_into_letters() {
     let db = Db::new();
     let (queue, kind) = ("notifications_transactional", "send_email_with_a_long_name");

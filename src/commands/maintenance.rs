@@ -149,12 +149,18 @@ async fn prune(context: &Context, rings: &[Ring], slot: Option<i16>) -> anyhow::
     let mut outcomes = Vec::new();
     // The claim ring first: its pruned slots are the cheapest proof for the queue ring.
     for ring in rings.iter().rev() {
+        let slots = ring::slots(&session, schema, *ring).await?;
         let numbers = match slot {
-            Some(slot) => vec![slot],
-            None => {
-                let slots = ring::slots(&session, schema, *ring).await?;
-                ring::sealed(&slots).iter().map(|s| s.slot).collect()
+            Some(slot) if slots.iter().any(|s| s.slot == slot) => vec![slot],
+            Some(slot) => {
+                return Err(CommandError::failed(
+                    format!("there is no slot {slot} in the {} ring", ring.name()),
+                    format!("it has {}, from 0 on", slots.len()),
+                    "see `awactl inspect rings --all`",
+                )
+                .into());
             }
+            None => ring::sealed(&slots).iter().map(|s| s.slot).collect(),
         };
         for slot in numbers {
             outcomes.push(ring::prune(&session, schema, *ring, slot, LOCK_TIMEOUT).await?);
@@ -175,7 +181,9 @@ async fn prune(context: &Context, rings: &[Ring], slot: Option<i16>) -> anyhow::
         }
         table
     })?;
-    Ok(ExitCode::Done)
+    // A pass may find nothing to do; a slot that was named was meant.
+    let done = slot.is_none() || outcomes.iter().all(|o| o.pruned);
+    Ok(if done { ExitCode::Done } else { ExitCode::Failed })
 }
 
 #[derive(Serialize)]

@@ -159,14 +159,21 @@ impl Server {
     }
 }
 
+/// A folder with a server and its client programs: `AWACTL_PG_BIN`, Debian's newest, or one of `PATH`.
 fn bin_dir() -> PathBuf {
-    let mut found: Vec<_> = fs::read_dir("/usr/lib/postgresql")
-        .expect("PostgreSQL 15 or newer must be installed in /usr/lib/postgresql")
-        .filter_map(|entry| Some(entry.ok()?.path().join("bin")))
-        .filter(|bin| bin.join("initdb").exists())
-        .collect();
-    found.sort();
-    found.pop().expect("no initdb below /usr/lib/postgresql")
+    let given = std::env::var_os("AWACTL_PG_BIN").map(PathBuf::from);
+    let mut installed: Vec<PathBuf> = fs::read_dir("/usr/lib/postgresql")
+        .map(|entries| entries.filter_map(|entry| Some(entry.ok()?.path().join("bin"))).collect())
+        .unwrap_or_default();
+    installed.sort();
+    installed.reverse();
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    // A link on the PATH leads to the folder that has the rest beside it.
+    let on_path = std::env::split_paths(&path)
+        .filter_map(|dir| Some(fs::canonicalize(dir.join("initdb")).ok()?.parent()?.to_path_buf()));
+    let mut dirs = given.into_iter().chain(installed).chain(on_path);
+    let complete = |bin: &PathBuf| ["initdb", "pg_ctl", "psql", "pg_dump"].iter().all(|name| bin.join(name).exists());
+    dirs.find(complete).expect("these tests need PostgreSQL 15 or newer with psql and pg_dump, installed or on PATH")
 }
 
 /// A CA, and a server certificate of it for the name localhost only.
