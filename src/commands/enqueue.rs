@@ -201,12 +201,24 @@ async fn from_file(args: &Args, file: &PathBuf, context: &Context) -> anyhow::Re
     };
     let progress = bar(context.shows_progress() && size > 0, "bytes", size);
     let reader = tokio::io::BufReader::with_capacity(1 << 20, reader);
-    let report = enqueue_stream(&mut session, &resolved.target.schema, reader, options, |so_far| {
+    let mut came = (0, None);
+    let outcome = enqueue_stream(&mut session, &resolved.target.schema, reader, options, |so_far| {
         progress.set_position(so_far.bytes);
         progress.set_message(format!("{} jobs", thousands(so_far.enqueued as i64)));
+        came = (so_far.enqueued, so_far.resume_from);
     })
-    .await?;
+    .await;
     progress.finish_and_clear();
+    if let (Err(_), (enqueued, Some(line))) = (&outcome, came) {
+        // The answer to COMMIT may be what was lost.
+        context.note(&format!(
+            "{} jobs are enqueued; whether those of line {line} and up to {} more are too is not known: look before \
+             resuming from there",
+            thousands(enqueued as i64),
+            args.batch - 1
+        ));
+    }
+    let report = outcome?;
     session.close().await;
     for bad in &report.bad_lines {
         context.note(&format!("line {}: {}", bad.line, bad.why));

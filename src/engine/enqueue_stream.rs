@@ -70,7 +70,8 @@ pub struct StreamReport {
     /// Lines whose job was there already; only the newest [`KEPT_BAD_LINES`] are kept below.
     pub duplicates: u64,
     pub duplicate_lines: VecDeque<DuplicateLine>,
-    /// Where to go on after the bad line that stopped it.
+    /// Where to go on after the bad line that stopped it, or after an error: then whether this line's batch is in is not
+    /// known.
     pub resume_from: Option<u64>,
 }
 
@@ -78,7 +79,7 @@ pub struct StreamReport {
 pub const KEPT_BAD_LINES: usize = 100;
 
 /// Enqueues every line of `reader`. With [`OnError::Stop`] a bad line ends it: the report then has `resume_from`.
-/// `on_progress` hears of the lines that are bad and of every batch that was committed.
+/// `on_progress` hears of the lines that are bad, of every batch that was committed, and of how far it came before an error.
 pub async fn enqueue_stream(
     client: &mut Client,
     schema: &Schema,
@@ -95,8 +96,9 @@ pub async fn enqueue_stream(
         let ended = read_line(&mut reader, &mut line, &mut report).await?;
         let full = batch.jobs.len() >= options.batch || batch.bytes + line.len() > MAX_BATCH_BYTES;
         if full || ended {
-            batch.flush(client, &bulk, options.on_error, &mut report).await?;
+            let flushed = batch.flush(client, &bulk, options.on_error, &mut report).await;
             on_progress(&report);
+            flushed?;
         }
         if ended || report.resume_from.is_some() {
             return Ok(report);
@@ -221,7 +223,10 @@ impl Batch {
             }
             match self.enqueue(client, bulk, part.clone()).await {
                 Ok(enqueued) => report.count(&self.lines[part], &enqueued),
-                Err(error) if !is_of_the_data(&error) => return Err(error),
+                Err(error) if !is_of_the_data(&error) => {
+                    report.resume_from = Some(self.lines[part.start]);
+                    return Err(error);
+                }
                 Err(error) if on_error == OnError::Stop => {
                     report.bad(self.lines[part.start], format!("the batch that starts here was refused: {error}"));
                     report.resume_from = Some(self.lines[part.start]);
