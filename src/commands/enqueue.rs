@@ -15,7 +15,7 @@ use crate::engine::enqueue::{BulkEnqueue, DEFAULT_MAX_ATTEMPTS, DEFAULT_PRIORITY
 use crate::engine::enqueue_stream::{OnError, StreamOptions, StreamReport, enqueue_stream};
 use crate::engine::unique::UniqueOptions;
 use crate::engine::worker::RawJson;
-use crate::engine::{Session, Target, duration};
+use crate::engine::{EngineError, Session, Target, duration};
 
 /// Enqueue one job, or a file of them
 ///
@@ -209,14 +209,17 @@ async fn from_file(args: &Args, file: &PathBuf, context: &Context) -> anyhow::Re
     })
     .await;
     progress.finish_and_clear();
-    if let (Err(_), (enqueued, Some(line))) = (&outcome, came) {
-        // The answer to COMMIT may be what was lost.
-        context.note(&format!(
-            "{} jobs are enqueued; whether those of line {line} and up to {} more are too is not known: look before \
-             resuming from there",
-            thousands(enqueued as i64),
-            args.batch - 1
-        ));
+    if let (Err(error), (enqueued, Some(line))) = (&outcome, came) {
+        let enqueued = thousands(enqueued as i64);
+        // Refused is not in; but where the connection was lost it may be the answer to COMMIT that was.
+        context.note(&match error {
+            EngineError::Unreachable { .. } => format!(
+                "{enqueued} jobs are enqueued; whether those of line {line} and up to {} more are too is not known: \
+                 look before resuming from there",
+                args.batch - 1
+            ),
+            _ => format!("{enqueued} jobs are enqueued; resume from line {line}"),
+        });
     }
     let report = outcome?;
     session.close().await;
