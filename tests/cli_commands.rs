@@ -335,6 +335,18 @@ fn a_short_run_of_every_scenario_loses_nothing() {
 }
 
 #[test]
+fn a_bench_refuses_what_a_killed_one_left() {
+    let url = database("cli_bench_killed");
+    let config: tokio_postgres::Config = url.parse().unwrap();
+    sql_on(&config, "COMMENT ON SCHEMA awa IS 'made by awactl bench'");
+    done(&run(&url, &["enqueue", "bench", "--queue", "bench", "--count", "3"]));
+    let output = run(&url, &["bench", "run", "scenarios/pickup-latency.yaml"]);
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(4), "{told}");
+    assert!(told.contains("3 jobs of it are not finished") && told.contains("DROP SCHEMA \"awa\""), "{told}");
+}
+
+#[test]
 fn a_scenario_with_an_unknown_field_or_a_used_database_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("odd.yaml");
