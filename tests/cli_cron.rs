@@ -22,9 +22,13 @@ fn database(name: &str) -> String {
 }
 
 fn sql(url: &str, text: &str) {
-    let psql = server().bin_dir().join("psql");
-    let output = Command::new(psql).args(["-X", "-v", "ON_ERROR_STOP=1", "-d", url, "-c", text]).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let config: tokio_postgres::Config = url.parse().unwrap();
+    let run = async {
+        let (client, connection) = config.connect(tokio_postgres::NoTls).await.unwrap();
+        tokio::spawn(connection);
+        client.batch_execute(text).await.unwrap();
+    };
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(run);
 }
 
 fn run(url: &str, args: &[&str]) -> Output {

@@ -105,7 +105,10 @@ impl Context {
 
     pub async fn connect(&self, access: Access) -> anyhow::Result<(Session, &Resolved)> {
         let resolved = self.target(access).await?;
-        Ok((connect(&resolved.target).await?, resolved))
+        let session = connect(&resolved.target).await?;
+        // What a command reads after it waited for a lock must be what others committed, whatever the role's default.
+        session.batch_execute("SET default_transaction_isolation = 'read committed'").await?;
+        Ok((session, resolved))
     }
 
     /// Like [`Self::connect`], for everything but `migrate`: the schema must be ours and current.

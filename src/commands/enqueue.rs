@@ -16,7 +16,7 @@ use crate::engine::enqueue::{BulkEnqueue, DEFAULT_MAX_ATTEMPTS, DEFAULT_PRIORITY
 use crate::engine::enqueue_stream::{OnError, StreamOptions, StreamReport, enqueue_stream};
 use crate::engine::unique::UniqueOptions;
 use crate::engine::worker::RawJson;
-use crate::engine::{Session, Target, duration};
+use crate::engine::{EngineError, Session, Target, duration};
 
 /// Enqueue one job, or a file of them
 ///
@@ -207,12 +207,27 @@ async fn from_file(args: &Args, file: &PathBuf, context: &Context) -> anyhow::Re
     };
     let progress = bar(context.shows_progress() && size > 0, "bytes", size);
     let reader = tokio::io::BufReader::with_capacity(1 << 20, reader);
-    let report = enqueue_stream(&mut session, &resolved.target.schema, reader, options, |so_far| {
+    let mut came = (0, None);
+    let outcome = enqueue_stream(&mut session, &resolved.target.schema, reader, options, |so_far| {
         progress.set_position(so_far.bytes);
         progress.set_message(format!("{} jobs", thousands(so_far.enqueued as i64)));
+        came = (so_far.enqueued, so_far.resume_from);
     })
-    .await?;
+    .await;
     progress.finish_and_clear();
+    if let (Err(error), (enqueued, Some(line))) = (&outcome, came) {
+        let enqueued = thousands(enqueued as i64);
+        // Refused is not in; but where the connection was lost it may be the answer to COMMIT that was.
+        context.note(&match error {
+            EngineError::Unreachable { .. } => format!(
+                "{enqueued} jobs are enqueued; whether those of line {line} and up to {} more are too is not known: \
+                 look before resuming from there",
+                args.batch - 1
+            ),
+            _ => format!("{enqueued} jobs are enqueued; resume from line {line}"),
+        });
+    }
+    let report = outcome?;
     session.close().await;
     not_listed(context, report.bad_lines_not_listed, "bad lines");
     for bad in &report.bad_lines {

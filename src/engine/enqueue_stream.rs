@@ -81,7 +81,8 @@ pub struct StreamReport {
     pub duplicates: u64,
     pub duplicate_lines: VecDeque<DuplicateLine>,
     pub duplicate_lines_not_listed: u64,
-    /// Where to go on after the bad line that stopped it.
+    /// Where to go on after the bad line that stopped it, or after an error: then whether this line's batch is in is not
+    /// known.
     pub resume_from: Option<u64>,
 }
 
@@ -89,7 +90,7 @@ pub struct StreamReport {
 pub const KEPT_LINES: usize = 100;
 
 /// Enqueues every line of `reader`. With [`OnError::Stop`] a bad line ends it: the report then has `resume_from`.
-/// `on_progress` hears of the lines that are bad and of every batch that was committed.
+/// `on_progress` hears of the lines that are bad, of every batch that was committed, and of how far it came before an error.
 pub async fn enqueue_stream(
     client: &mut Client,
     schema: &Schema,
@@ -107,8 +108,9 @@ pub async fn enqueue_stream(
         // What follows an endless line is not to be had, and with `Skip` the lines before it are not to be lost for it.
         let last = read == Read::End || (read == Read::Endless && options.on_error == OnError::Skip);
         if full || last {
-            batch.flush(client, &bulk, options.on_error, &mut report).await?;
+            let flushed = batch.flush(client, &bulk, options.on_error, &mut report).await;
             on_progress(&report);
+            flushed?;
         }
         if read == Read::End || report.resume_from.is_some() {
             return Ok(report);
@@ -274,7 +276,10 @@ impl Batch {
             }
             match self.enqueue(client, bulk, part.clone()).await {
                 Ok(enqueued) => report.count(&self.lines[part], &enqueued),
-                Err(error) if !is_of_the_data(&error) => return Err(error),
+                Err(error) if !is_of_the_data(&error) => {
+                    report.resume_from = Some(self.lines[part.start]);
+                    return Err(error);
+                }
                 Err(error) if on_error == OnError::Stop => {
                     report.bad(self.lines[part.start], format!("the batch that starts here was refused: {error}"));
                     report.resume_from = Some(self.lines[part.start]);
