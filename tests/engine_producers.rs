@@ -262,7 +262,9 @@ async fn a_producer_prepared_after_its_hole_was_set_aside_is_waited_for() {
     assert!(s.probe("q", 10).await.is_empty());
     assert_eq!(open_holes(&s).await, 1, "a prepared transaction may still commit");
     s.rotate("queue").await;
-    assert!(!s.prune("queue", 0).await.0);
+    let (pruned, reason, detail) = s.prune("queue", 0).await;
+    assert!(!pruned && reason == "open_holes", "{reason}: {detail}");
+    assert!(detail.contains("prepared transaction 'late' (of postgres"), "{detail}");
     p.exec("COMMIT PREPARED 'late'").await;
     assert_eq!(jobs(&s.probe("q", 10).await), ids);
     assert!(s.probe("q", 10).await.is_empty());

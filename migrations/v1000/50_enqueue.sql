@@ -19,6 +19,11 @@ BEGIN
         PERFORM pg_advisory_xact_lock_shared('{schema}.queue_ring_slots'::regclass::oid::integer, (v_cursor & 255)::integer);
         v_seen := pg_sequence_last_value('{schema}.queue_ring_cursor'::regclass);
         EXIT WHEN v_seen = v_cursor;
+        -- PostgreSQL 18 shows NULL instead of an error to whom may not read a sequence.
+        IF v_seen IS NULL THEN
+            RAISE EXCEPTION 'permission denied for sequence %', '{schema}.queue_ring_cursor'::regclass
+                USING ERRCODE = 'insufficient_privilege', HINT = 'Grant SELECT on all sequences of the schema.';
+        END IF;
         v_cursor := v_seen;
     END LOOP;
     RETURN v_cursor;
@@ -34,6 +39,9 @@ BEGIN
     v_lane.lane_id := nextval('{schema}.queue_lane_ids'::regclass);
     FOREACH v_name IN ARRAY ARRAY['seq', 'spent', 'generation'] LOOP
         EXECUTE format('CREATE SEQUENCE %I.%I MINVALUE 0',
+            {schema_literal}, 'lane_' || v_lane.lane_id || '_' || v_name);
+        -- Who may read the tables reads cursors beside them; see 80_restore.sql.
+        EXECUTE format('GRANT SELECT ON SEQUENCE %I.%I TO PUBLIC',
             {schema_literal}, 'lane_' || v_lane.lane_id || '_' || v_name);
         PERFORM setval(format('%I.%I', {schema_literal}, 'lane_' || v_lane.lane_id || '_' || v_name)::regclass, 0);
     END LOOP;

@@ -70,11 +70,12 @@ DECLARE
     v_claim_slot smallint;
 BEGIN
     EXECUTE format(
-        'SELECT ''open_holes'', format(''lane %%s may still be filled at %%s by transaction %%s'', h.lane_id, h.lane_ranges, h.holders)
+        'SELECT ''open_holes'', format(''lane %%s may still be filled at %%s by %%s'', h.lane_id, h.lane_ranges,
+                    coalesce(%1$I.lock_holders(%3$s, h.lane_id, ''{}''), ''transaction '' || h.holders::text))
          FROM %1$I.%2$I AS h
          WHERE h.holders IS NOT NULL AND NOT EXISTS (SELECT FROM %1$I.%2$I AS o WHERE o.hole_id = h.hole_id AND o.holders IS NULL)
          LIMIT 1',
-        {schema_literal}, 'ready_lane_holes_' || p_slot)
+        {schema_literal}, 'ready_lane_holes_' || p_slot, '{schema}.ready_entries'::regclass::oid)
     INTO reason, detail;
     IF reason IS NOT NULL THEN
         RETURN;
@@ -174,10 +175,19 @@ $function$;
 -- Who holds an advisory lock (two-integer form) or one of some relations, for the reason of a skip.
 CREATE FUNCTION {schema}.lock_holders(p_class oid, p_key integer, p_relations oid[]) RETURNS text
 LANGUAGE sql VOLATILE AS $function$
-    SELECT string_agg(DISTINCT format('pid %s (%s, %s, transaction open for %s)', l.pid, coalesce(nullif(a.application_name, ''), 'unnamed'),
-                      coalesce(a.state, 'prepared'), coalesce(date_trunc('second', clock_timestamp() - a.xact_start)::text, '?')), '; ')
+    SELECT string_agg(DISTINCT CASE
+               WHEN l.pid IS NULL THEN format('prepared transaction %L (of %s, prepared %s ago; COMMIT or ROLLBACK PREPARED ends it)',
+                   coalesce(x.gid, 'unknown'), coalesce(x.owner, 'unknown'),
+                   coalesce(date_trunc('second', clock_timestamp() - x.prepared)::text, '?'))
+               ELSE format('pid %s (%s, %s, transaction open for %s)', l.pid, coalesce(nullif(a.application_name, ''), 'unnamed'),
+                   coalesce(a.state, '?'), coalesce(date_trunc('second', clock_timestamp() - a.xact_start)::text, '?'))
+           END, '; ')
     FROM pg_locks AS l
     LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid
+    -- A prepared transaction has no pid, and until a restart its locks have the name of the session that prepared it.
+    LEFT JOIN pg_locks AS i
+           ON l.pid IS NULL AND i.pid IS NULL AND i.locktype = 'transactionid' AND i.virtualtransaction = l.virtualtransaction
+    LEFT JOIN pg_prepared_xacts AS x ON x.transaction = i.transactionid
     WHERE l.granted AND l.pid IS DISTINCT FROM pg_backend_pid()
       AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database())
       AND ((l.locktype = 'advisory' AND l.classid = p_class AND l.objid = p_key::bigint::oid AND l.objsubid = 2)

@@ -115,9 +115,16 @@ const GUARDS: &[(&str, &str, &str)] = &[
     ),
     (
         "promised_slot",
-        "WHERE NOT EXISTS (SELECT FROM {schema}.queue_ring_state AS s WHERE s.generation = v_cursor >> 8)",
-        "WHERE false",
+        "WHERE NOT EXISTS (\n            SELECT FROM {schema}.queue_ring_state AS s\n            WHERE s.generation = v_cursor >> 8\n",
+        "WHERE false AND NOT EXISTS (\n            SELECT FROM {schema}.queue_ring_state AS s\n            WHERE s.generation = v_cursor >> 8\n",
     ),
+    (
+        "promise_in_use",
+        "               OR (s.slot = (v_cursor & 255)::smallint",
+        "               OR (false AND s.slot = (v_cursor & 255)::smallint",
+    ),
+    ("promise_free", "        IF v_free THEN\n", "        IF true THEN\n"),
+    ("fit_cursors", "    IF (SELECT h.home FROM", "    IF true OR (SELECT h.home FROM"),
     ("promise", "IF v_promised >> 8 > v_current.generation THEN", "IF false THEN"),
     (
         "rotator_lock",
