@@ -37,7 +37,9 @@ impl Standby {
         if nix::unistd::geteuid().is_root() {
             copy.uid(owner.uid()).gid(owner.gid());
         }
-        let copied = tokio::task::spawn_blocking(move || copy.status().unwrap()).await.unwrap();
+        let copied = tokio::task::spawn_blocking(move || copy.status().expect("pg_basebackup is beside the server"))
+            .await
+            .unwrap();
         assert!(copied.success());
         std::fs::copy(primary.data_dir().with_file_name("password"), dir.path().join("password")).unwrap();
         let options = Options::in_dir(dir.path()).setting("shared_buffers", "32MB").setting("fsync", "off");
