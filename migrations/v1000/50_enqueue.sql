@@ -119,7 +119,8 @@ END
 $function$;
 
 -- Wakes the workers of a queue, but only if somebody sleeps on it: NOTIFY serialises every commit of the database.
--- A sleeper holds (runtime_instances, hash of the queue) shared.
+-- A sleeper holds (runtime_instances, hash of the queue) shared. A transaction that notified cannot be PREPAREd: for one that
+-- shall be, SET LOCAL awa.wake = off leaves its jobs to the workers' next poll.
 CREATE FUNCTION {schema}.wake_queue(p_queue text) RETURNS void
 LANGUAGE plpgsql AS $function$
 DECLARE
@@ -128,7 +129,9 @@ DECLARE
 BEGIN
     -- Taken and released in one expression: a cancelled statement must not leave the session holding it.
     IF NOT (CASE WHEN pg_try_advisory_lock(v_class, v_key) THEN pg_advisory_unlock(v_class, v_key) ELSE false END) THEN
-        PERFORM pg_notify('awa_wake_' || v_class, p_queue);
+        IF current_setting('awa.wake', true) IS DISTINCT FROM 'off' THEN
+            PERFORM pg_notify('awa_wake_' || v_class, p_queue);
+        END IF;
     END IF;
 END
 $function$;
