@@ -166,6 +166,65 @@ fn a_role_that_may_only_read_sees_all_and_changes_nothing() {
 }
 
 #[test]
+fn roles_with_the_rights_of_the_readme_enqueue_and_work() {
+    let url = database("cli_roles");
+    let config: tokio_postgres::Config = url.parse().unwrap();
+    let readme = include_str!("../README.md");
+    let grants = readme.split("```sql").nth(1).unwrap().split("```").next().unwrap();
+    done(&run(&url, &["enqueue", "ping", "--queue", "before"]));
+    sql_on(&config, &format!("CREATE ROLE app; CREATE ROLE worker; {grants}"));
+    let url_of = |role: &str| format!("{url}{}options=-c%20role%3D{role}", if url.contains('?') { '&' } else { '?' });
+    let app = url_of("app");
+    for options in
+        [&["--queue", "before"][..], &["--queue", "new"], &["--in", "1h"], &["--unique", "kind"], &["--unique", "kind"]]
+    {
+        done(&run(&app, &[&["enqueue", "ping"], options].concat()));
+    }
+    done(&enqueue_lines(&app, "{\"kind\":\"ping\",\"queue\":\"newer\"}\n{\"kind\":\"ping\",\"unique\":{}}\n", &[]));
+    // Keys that nobody is kept out by any more are taken over.
+    sql_on(&config, "UPDATE awa.job_unique_claims SET held_until = '2020-01-01'");
+    assert_eq!(done(&run(&app, &["-o", "json", "enqueue", "ping", "--unique", "kind"]))["enqueued"], 1);
+    let refused = run(&app, &["queue", "pause", "new"]);
+    assert_eq!(refused.status.code(), Some(1));
+
+    let worker = url_of("worker");
+    let child = awactl(&[
+        "--database-url",
+        &worker,
+        "run-workers",
+        "--config",
+        "examples/workers.yaml",
+        "--queue",
+        "before",
+        "--queue",
+        "new",
+        "--queue",
+        "newer",
+    ])
+    .stdout(Stdio::null())
+    .stderr(Stdio::piped())
+    .spawn()
+    .unwrap();
+    let mut left = Value::Null;
+    for _ in 0..1200 {
+        left = done(&run(&worker, &["-o", "json", "queue", "list"]));
+        if left["queues"].as_array().unwrap().iter().all(|q| q["available"] == 0 && q["running"] == 0) {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    for ring in ["queue", "claim"] {
+        done(&run(&worker, &["maintenance", "rotate", "--ring", ring, "--force"]));
+    }
+    done(&run(&worker, &["maintenance", "once"]));
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(child.id() as i32), nix::sys::signal::SIGTERM).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!told.contains("permission denied"), "{left}: {told}");
+    assert!(left["queues"].as_array().unwrap().iter().all(|q| q["available"] == 0), "{left}");
+}
+
+#[test]
 fn skipped_lines_are_reported_and_their_neighbours_enqueued() {
     let url = database("cli_skip");
     let lines = "{\"kind\":\"a\",\"tags\":[\"x\"],\"run_at\":\"2020-01-01T00:00:00Z\"}\n\n{\"kind\":\"a\",\"args\":{\"k\":\"\\u0000\"}}\n\

@@ -272,6 +272,22 @@ async fn a_producer_prepared_after_its_hole_was_set_aside_is_waited_for() {
 }
 
 #[tokio::test]
+async fn a_transaction_can_be_prepared_although_a_worker_sleeps() {
+    let db = Db::new().await;
+    let (s, p, sleeper) = (db.session().await, db.session().await, db.session().await);
+    sleeper.exec("SELECT pg_advisory_lock_shared('@runtime_instances'::regclass::oid::integer, hashtext('q'))").await;
+    p.exec("BEGIN").await;
+    p.enqueue("q", 1).await;
+    let refused = p.try_exec("PREPARE TRANSACTION 'awake'").await.unwrap_err();
+    assert!(format!("{refused:?}").contains("NOTIFY"), "{refused:?}");
+    p.exec("BEGIN; SET LOCAL awa.wake = off").await;
+    let ids = p.enqueue("q", 1).await;
+    p.exec("PREPARE TRANSACTION 'asleep'").await;
+    p.exec("COMMIT PREPARED 'asleep'").await;
+    assert_eq!(jobs(&s.probe("q", 10).await), ids);
+}
+
+#[tokio::test]
 async fn a_prepared_producer_is_no_dead_hole() {
     let db = Db::new().await;
     let (s, p) = (db.session().await, db.session().await);

@@ -6,7 +6,7 @@
 use std::pin::pin;
 
 use bytes::{BufMut, Bytes, BytesMut};
-use chrono::{DateTime, Utc};
+use chrono::{DateTime, Datelike as _, Utc};
 use futures_util::SinkExt;
 use serde::Deserialize;
 use tokio_postgres::types::{ToSql, Type};
@@ -94,6 +94,14 @@ impl NewJob {
             return Err(EngineError::invalid(
                 "tags",
                 format!("there may be at most {MAX_TAGS}, not {}", self.tags.len()),
+            ));
+        }
+        if let Some(run_at) = self.run_at
+            && !(1..=9999).contains(&run_at.year())
+        {
+            return Err(EngineError::invalid(
+                "run_at",
+                format!("it must be in the years 1 to 9999, not {}", run_at.year()),
             ));
         }
         if let Some(tag) = self.tags.iter().find(|t| t.contains('\0')) {
