@@ -81,6 +81,150 @@ fn a_bad_line_keeps_its_batch_out_and_says_where_to_resume() {
 }
 
 #[test]
+fn a_server_lost_in_mid_file_leaves_whole_batches_and_the_line_to_look_at() {
+    let url = database("cli_lost");
+    let config: tokio_postgres::Config = url.parse().unwrap();
+    let mut child = awactl(&["--database-url", &url, "enqueue", "--file", "-", "--batch", "2"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    // The third line is what makes it write the first two.
+    stdin.write_all(b"{\"kind\":\"a\"}\n{\"kind\":\"a\"}\n{\"kind\":\"a\"}\n").unwrap();
+    for _ in 0..2400 {
+        if sql_on(&config, "SELECT count(*) FROM awa.ready_entries") == "2" {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    sql_on(
+        &config,
+        "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity
+         WHERE datname = current_database() AND backend_type = 'client backend' AND pid <> pg_backend_pid()",
+    );
+    stdin.write_all(b"{\"kind\":\"a\"}\n{\"kind\":\"a\"}\n").unwrap();
+    drop(stdin);
+    let output = child.wait_with_output().unwrap();
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(3), "{told}");
+    assert!(told.contains("2 jobs are enqueued; whether those of line 3 and up to 1 more"), "{told}");
+    assert_eq!(queue(&url, "default")["available"], 2);
+}
+
+#[test]
+fn commands_work_whatever_isolation_the_role_has_by_default() {
+    let url = database("cli_isolation");
+    let config: tokio_postgres::Config = url.parse().unwrap();
+    sql_on(&config, "ALTER DATABASE cli_isolation SET default_transaction_isolation = 'serializable'");
+    done(&run(&url, &["enqueue", "ping", "--count", "3"]));
+    done(&run(&url, &["maintenance", "once"]));
+    let id = done(&run(&url, &["-o", "json", "job", "list"]))[0]["id"].to_string();
+    for args in [&["job", "cancel", &id][..], &["--yes", "queue", "drain", "default"]] {
+        done(&run(&url, args));
+    }
+    assert_eq!(queue(&url, "default")["cancelled"], 3);
+}
+
+#[test]
+fn a_role_that_may_only_read_sees_all_and_changes_nothing() {
+    let url = database("cli_reader");
+    let config: tokio_postgres::Config = url.parse().unwrap();
+    done(&run(&url, &["enqueue", "ping", "--count", "3"]));
+    sql_on(
+        &config,
+        "CREATE ROLE reader LOGIN; GRANT USAGE ON SCHEMA awa TO reader; GRANT SELECT ON ALL TABLES IN SCHEMA awa TO reader",
+    );
+    // A lane, and so sequences, that came after the GRANT.
+    done(&run(&url, &["enqueue", "ping", "--queue", "later"]));
+    let reader_url = format!("{url}{}options=-c%20role%3Dreader", if url.contains('?') { '&' } else { '?' });
+    let reader = |args: &[&str]| run(&reader_url, args);
+    let counts = done(&reader(&["-o", "json", "queue", "list"]));
+    assert_eq!(counts["queues"][1]["available"], 1, "{counts}");
+    for command in [
+        "inspect rings",
+        "inspect claims",
+        "inspect job 1",
+        "inspect dead-tuples",
+        "job list",
+        "dlq list",
+        "cron list",
+        "migrate status",
+        "maintenance status",
+    ] {
+        done(&reader(&command.split(' ').collect::<Vec<_>>()));
+    }
+    for command in
+        ["enqueue ping", "job cancel 1", "queue pause default", "--yes queue drain later", "maintenance once"]
+    {
+        let output = reader(&command.split(' ').collect::<Vec<_>>());
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{command}: {told}");
+        assert!(told.contains("permission denied for") && told.contains("grant the role"), "{command}: {told}");
+    }
+}
+
+#[test]
+fn roles_with_the_rights_of_the_readme_enqueue_and_work() {
+    let url = database("cli_roles");
+    let config: tokio_postgres::Config = url.parse().unwrap();
+    let readme = include_str!("../README.md");
+    let grants = readme.split("```sql").nth(1).unwrap().split("```").next().unwrap();
+    done(&run(&url, &["enqueue", "ping", "--queue", "before"]));
+    sql_on(&config, &format!("CREATE ROLE app; CREATE ROLE worker; {grants}"));
+    let url_of = |role: &str| format!("{url}{}options=-c%20role%3D{role}", if url.contains('?') { '&' } else { '?' });
+    let app = url_of("app");
+    for options in
+        [&["--queue", "before"][..], &["--queue", "new"], &["--in", "1h"], &["--unique", "kind"], &["--unique", "kind"]]
+    {
+        done(&run(&app, &[&["enqueue", "ping"], options].concat()));
+    }
+    done(&enqueue_lines(&app, "{\"kind\":\"ping\",\"queue\":\"newer\"}\n{\"kind\":\"ping\",\"unique\":{}}\n", &[]));
+    // Keys that nobody is kept out by any more are taken over.
+    sql_on(&config, "UPDATE awa.job_unique_claims SET held_until = '2020-01-01'");
+    assert_eq!(done(&run(&app, &["-o", "json", "enqueue", "ping", "--unique", "kind"]))["enqueued"], 1);
+    let refused = run(&app, &["queue", "pause", "new"]);
+    assert_eq!(refused.status.code(), Some(1));
+
+    let worker = url_of("worker");
+    let child = awactl(&[
+        "--database-url",
+        &worker,
+        "run-workers",
+        "--config",
+        "examples/workers.yaml",
+        "--queue",
+        "before",
+        "--queue",
+        "new",
+        "--queue",
+        "newer",
+    ])
+    .stdout(Stdio::null())
+    .stderr(Stdio::piped())
+    .spawn()
+    .unwrap();
+    let mut left = Value::Null;
+    for _ in 0..1200 {
+        left = done(&run(&worker, &["-o", "json", "queue", "list"]));
+        if left["queues"].as_array().unwrap().iter().all(|q| q["available"] == 0 && q["running"] == 0) {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    for ring in ["queue", "claim"] {
+        done(&run(&worker, &["maintenance", "rotate", "--ring", ring, "--force"]));
+    }
+    done(&run(&worker, &["maintenance", "once"]));
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(child.id() as i32), nix::sys::signal::SIGTERM).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!told.contains("permission denied"), "{left}: {told}");
+    assert!(left["queues"].as_array().unwrap().iter().all(|q| q["available"] == 0), "{left}");
+}
+
+#[test]
 fn skipped_lines_are_reported_and_their_neighbours_enqueued() {
     let url = database("cli_skip");
     let lines = "{\"kind\":\"a\",\"tags\":[\"x\"],\"run_at\":\"2020-01-01T00:00:00Z\"}\n\n{\"kind\":\"a\",\"args\":{\"k\":\"\\u0000\"}}\n\
@@ -88,7 +232,7 @@ fn skipped_lines_are_reported_and_their_neighbours_enqueued() {
     let output = enqueue_lines(&url, lines, &["--on-error", "skip"]);
     let report = done(&output);
     let told = String::from_utf8_lossy(&output.stderr).into_owned();
-    for line in ["line 3: $.k", "line 4: "] {
+    for line in ["line 3: args: $.k", "line 4: "] {
         assert!(told.contains(line), "{told}");
     }
     let counts = queue(&url, "default");
@@ -247,6 +391,18 @@ fn a_short_run_of_every_scenario_loses_nothing() {
             assert_eq!(value, 0.0, "{metric} in {file:?}: {summary}");
         }
     }
+}
+
+#[test]
+fn a_bench_refuses_what_a_killed_one_left() {
+    let url = database("cli_bench_killed");
+    let config: tokio_postgres::Config = url.parse().unwrap();
+    sql_on(&config, "COMMENT ON SCHEMA awa IS 'made by awactl bench'");
+    done(&run(&url, &["enqueue", "bench", "--queue", "bench", "--count", "3"]));
+    let output = run(&url, &["bench", "run", "scenarios/pickup-latency.yaml"]);
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(4), "{told}");
+    assert!(told.contains("3 jobs of it are not finished") && told.contains("DROP SCHEMA \"awa\""), "{told}");
 }
 
 #[test]

@@ -287,3 +287,20 @@ async fn listen(
     client.batch_execute(&format!("LISTEN {channel}; LISTEN the_end")).await.unwrap();
     (client, receiver)
 }
+
+#[tokio::test]
+async fn a_time_that_no_client_can_read_is_refused() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    for time in ["infinity", "-infinity", "10000-01-01", "0044-03-15 BC"] {
+        for call in [
+            format!("SELECT @enqueue('k', 'q', run_at => '{time}')"),
+            format!(r#"SELECT @enqueue_many('[{{"kind": "k"}}, {{"kind": "k", "run_at": "{time}"}}]'::jsonb)"#),
+        ] {
+            let error = s.try_exec(&call).await.unwrap_err();
+            let text = error.as_db_error().unwrap().message();
+            assert!(text.contains("run_at must be in the years 1 to 9999"), "{call}: {text}");
+        }
+    }
+    assert_eq!(s.one::<i64>("SELECT count(*) FROM @deferred_jobs").await, 0);
+}

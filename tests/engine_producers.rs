@@ -262,11 +262,29 @@ async fn a_producer_prepared_after_its_hole_was_set_aside_is_waited_for() {
     assert!(s.probe("q", 10).await.is_empty());
     assert_eq!(open_holes(&s).await, 1, "a prepared transaction may still commit");
     s.rotate("queue").await;
-    assert!(!s.prune("queue", 0).await.0);
+    let (pruned, reason, detail) = s.prune("queue", 0).await;
+    assert!(!pruned && reason == "open_holes", "{reason}: {detail}");
+    assert!(detail.contains("prepared transaction 'late' (of postgres"), "{detail}");
     p.exec("COMMIT PREPARED 'late'").await;
     assert_eq!(jobs(&s.probe("q", 10).await), ids);
     assert!(s.probe("q", 10).await.is_empty());
     assert_eq!(open_holes(&s).await, 0);
+}
+
+#[tokio::test]
+async fn a_transaction_can_be_prepared_although_a_worker_sleeps() {
+    let db = Db::new().await;
+    let (s, p, sleeper) = (db.session().await, db.session().await, db.session().await);
+    sleeper.exec("SELECT pg_advisory_lock_shared('@runtime_instances'::regclass::oid::integer, hashtext('q'))").await;
+    p.exec("BEGIN").await;
+    p.enqueue("q", 1).await;
+    let refused = p.try_exec("PREPARE TRANSACTION 'awake'").await.unwrap_err();
+    assert!(format!("{refused:?}").contains("NOTIFY"), "{refused:?}");
+    p.exec("BEGIN; SET LOCAL awa.wake = off").await;
+    let ids = p.enqueue("q", 1).await;
+    p.exec("PREPARE TRANSACTION 'asleep'").await;
+    p.exec("COMMIT PREPARED 'asleep'").await;
+    assert_eq!(jobs(&s.probe("q", 10).await), ids);
 }
 
 #[tokio::test]

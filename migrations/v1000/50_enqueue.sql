@@ -19,6 +19,11 @@ BEGIN
         PERFORM pg_advisory_xact_lock_shared('{schema}.queue_ring_slots'::regclass::oid::integer, (v_cursor & 255)::integer);
         v_seen := pg_sequence_last_value('{schema}.queue_ring_cursor'::regclass);
         EXIT WHEN v_seen = v_cursor;
+        -- PostgreSQL 18 shows NULL instead of an error to whom may not read a sequence.
+        IF v_seen IS NULL THEN
+            RAISE EXCEPTION 'permission denied for sequence %', '{schema}.queue_ring_cursor'::regclass
+                USING ERRCODE = 'insufficient_privilege', HINT = 'Grant SELECT on all sequences of the schema.';
+        END IF;
         v_cursor := v_seen;
     END LOOP;
     RETURN v_cursor;
@@ -34,6 +39,9 @@ BEGIN
     v_lane.lane_id := nextval('{schema}.queue_lane_ids'::regclass);
     FOREACH v_name IN ARRAY ARRAY['seq', 'spent', 'generation'] LOOP
         EXECUTE format('CREATE SEQUENCE %I.%I MINVALUE 0',
+            {schema_literal}, 'lane_' || v_lane.lane_id || '_' || v_name);
+        -- Who may read the tables reads cursors beside them; see 80_restore.sql.
+        EXECUTE format('GRANT SELECT ON SEQUENCE %I.%I TO PUBLIC',
             {schema_literal}, 'lane_' || v_lane.lane_id || '_' || v_name);
         PERFORM setval(format('%I.%I', {schema_literal}, 'lane_' || v_lane.lane_id || '_' || v_name)::regclass, 0);
     END LOOP;
@@ -77,7 +85,7 @@ $function$;
 -- Refuses a job that must not be stored, naming the field, the value and what is allowed.
 CREATE FUNCTION {schema}.check_job(
     p_kind text, p_queue text, p_args jsonb, p_priority integer, p_max_attempts integer, p_tags text[], p_metadata jsonb,
-    p_unique_key bytea
+    p_unique_key bytea, p_run_at timestamptz DEFAULT NULL
 ) RETURNS void
 LANGUAGE plpgsql IMMUTABLE AS $function$
 BEGIN
@@ -95,6 +103,10 @@ BEGIN
     ELSIF p_max_attempts IS NULL OR p_max_attempts NOT BETWEEN 1 AND 1000 THEN
         RAISE EXCEPTION 'max_attempts must be 1 to 1000, not %', coalesce(p_max_attempts::text, 'null')
             USING ERRCODE = 'check_violation', COLUMN = 'max_attempts';
+    ELSIF p_run_at NOT BETWEEN '0001-01-01 00:00Z' AND '9999-12-31 00:00Z' THEN
+        -- Clients cannot read others, and infinity is among them: one such job would keep all that is claimed with it from running.
+        RAISE EXCEPTION 'run_at must be in the years 1 to 9999, not %', p_run_at
+            USING ERRCODE = 'check_violation', COLUMN = 'run_at';
     ELSIF cardinality(p_tags) > 20 THEN
         RAISE EXCEPTION 'tags must be at most 20, not %', cardinality(p_tags)
             USING ERRCODE = 'check_violation', COLUMN = 'tags';
@@ -111,7 +123,8 @@ END
 $function$;
 
 -- Wakes the workers of a queue, but only if somebody sleeps on it: NOTIFY serialises every commit of the database.
--- A sleeper holds (runtime_instances, hash of the queue) shared.
+-- A sleeper holds (runtime_instances, hash of the queue) shared. A transaction that notified cannot be PREPAREd: for one that
+-- shall be, SET LOCAL awa.wake = off leaves its jobs to the workers' next poll.
 CREATE FUNCTION {schema}.wake_queue(p_queue text) RETURNS void
 LANGUAGE plpgsql AS $function$
 DECLARE
@@ -120,7 +133,9 @@ DECLARE
 BEGIN
     -- Taken and released in one expression: a cancelled statement must not leave the session holding it.
     IF NOT (CASE WHEN pg_try_advisory_lock(v_class, v_key) THEN pg_advisory_unlock(v_class, v_key) ELSE false END) THEN
-        PERFORM pg_notify('awa_wake_' || v_class, p_queue);
+        IF current_setting('awa.wake', true) IS DISTINCT FROM 'off' THEN
+            PERFORM pg_notify('awa_wake_' || v_class, p_queue);
+        END IF;
     END IF;
 END
 $function$;
@@ -152,7 +167,7 @@ DECLARE
     v_cursor bigint;
 BEGIN
     -- Checked as integers, so that 70000 is refused by name and not by a cast.
-    PERFORM {schema}.check_job(kind, queue, args, priority, max_attempts, tags, metadata, unique_key);
+    PERFORM {schema}.check_job(kind, queue, args, priority, max_attempts, tags, metadata, unique_key, run_at);
     v_result.job_id := nextval('{schema}.jobs_id_seq'::regclass);
     v_result.inserted := true;
 
@@ -228,18 +243,19 @@ BEGIN
     FOR v_bad IN
         SELECT j.ord, j.kind, coalesce(j.queue, 'default') AS queue, coalesce(j.args, '{}') AS args,
                coalesce(j.priority, 2) AS priority, coalesce(j.max_attempts, 25) AS max_attempts,
-               j.tags, j.metadata, j.unique_key
+               j.tags, j.metadata, j.unique_key, j.run_at
         FROM unnest(jobs) WITH ORDINALITY AS j (
             kind, queue, args, priority, max_attempts, run_at, tags, metadata, unique_key, unique_states, ord)
         WHERE NOT coalesce(
             length(j.kind) BETWEEN 1 AND 200 AND length(coalesce(j.queue, 'default')) BETWEEN 1 AND 200
             AND coalesce(j.priority, 2) BETWEEN 1 AND 4 AND coalesce(j.max_attempts, 25) BETWEEN 1 AND 1000
-            AND j.tags IS NULL AND j.metadata IS NULL AND j.unique_key IS NULL, false)
+            AND j.tags IS NULL AND j.metadata IS NULL AND j.unique_key IS NULL
+            AND coalesce(j.run_at BETWEEN '0001-01-01 00:00Z' AND '9999-12-31 00:00Z', true), false)
         ORDER BY j.ord
     LOOP
         BEGIN
             PERFORM {schema}.check_job(v_bad.kind, v_bad.queue, v_bad.args, v_bad.priority, v_bad.max_attempts,
-                v_bad.tags, v_bad.metadata, v_bad.unique_key);
+                v_bad.tags, v_bad.metadata, v_bad.unique_key, v_bad.run_at);
         EXCEPTION WHEN check_violation THEN
             RAISE EXCEPTION 'job %: %', v_bad.ord, sqlerrm USING ERRCODE = 'check_violation';
         END;

@@ -35,6 +35,10 @@ BEGIN
         PERFORM pg_advisory_xact_lock_shared('{schema}.claim_ring_slots'::regclass::oid::integer, (v_cursor & 255)::integer);
         v_seen := pg_sequence_last_value('{schema}.claim_ring_cursor'::regclass);
         EXIT WHEN v_seen = v_cursor;
+        IF v_seen IS NULL THEN
+            RAISE EXCEPTION 'permission denied for sequence %', '{schema}.claim_ring_cursor'::regclass
+                USING ERRCODE = 'insufficient_privilege', HINT = 'Grant SELECT on all sequences of the schema.';
+        END IF;
         v_cursor := v_seen;
     END LOOP;
     RETURN v_cursor;
@@ -54,7 +58,8 @@ BEGIN
         RETURN;
     END IF;
     -- The last row: a slot that a rotator promised and has not committed, or never will. Producers write there already.
-    -- One statement, so that a slot that an earlier claim saw so is not missed while the rotator commits.
+    -- One statement, so that a slot that an earlier claim saw so is not missed while the rotator commits. Never a slot
+    -- twice: after a restore the promised one may be in use, and a claim would take its rows twice.
     RETURN QUERY
         SELECT s.generation, s.slot
         FROM {schema}.queue_ring_state AS s
@@ -62,7 +67,11 @@ BEGIN
           AND NOT EXISTS (SELECT FROM {schema}.queue_ring_prunes AS p WHERE p.generation = s.generation)
         UNION ALL
         SELECT v_cursor >> 8, (v_cursor & 255)::smallint
-        WHERE NOT EXISTS (SELECT FROM {schema}.queue_ring_state AS s WHERE s.generation = v_cursor >> 8)
+        WHERE NOT EXISTS (
+            SELECT FROM {schema}.queue_ring_state AS s
+            WHERE s.generation = v_cursor >> 8
+               OR (s.slot = (v_cursor & 255)::smallint AND s.generation >= p_from
+                   AND NOT EXISTS (SELECT FROM {schema}.queue_ring_prunes AS p WHERE p.generation = s.generation)))
         ORDER BY 1;
 END
 $function$;

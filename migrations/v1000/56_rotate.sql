@@ -40,6 +40,7 @@ DECLARE
     v_slots integer;
     v_current record;
     v_promised bigint;
+    v_free boolean;
 BEGIN
     EXECUTE format('SELECT s.generation, s.slot FROM %1$I.%2$I AS s ORDER BY s.generation DESC LIMIT 1',
         {schema_literal}, p_ring || '_ring_state')
@@ -50,10 +51,13 @@ BEGIN
     IF v_promised >> 8 > v_current.generation THEN
         generation := v_promised >> 8;
         slot := v_promised & 255;
-        RETURN;
-    END IF;
-
-    IF NOT p_force THEN
+        SELECT s.state = 'pruned' INTO v_free FROM {schema}.ring_slots(p_ring) AS s WHERE s.slot = next_opening.slot;
+        IF v_free THEN
+            RETURN;
+        END IF;
+        -- Only after a restore: the sequence was read later than the tables, and the slot it names is in use. What was
+        -- written there since lies beside what was there before, and goes with it; the generation is not given twice.
+    ELSIF NOT p_force THEN
         generation := v_current.generation;
         slot := v_current.slot;
         reason := {schema}.why_not_rotate(p_ring, v_current.slot);
@@ -72,7 +76,7 @@ BEGIN
          ORDER BY c.n LIMIT 1',
         {schema_literal}, p_ring || '_ring_state', p_ring || '_ring_prunes', v_current.slot, v_slots)
     INTO slot;
-    generation := v_current.generation + 1;
+    generation := greatest(v_current.generation, v_promised >> 8) + 1;
     IF slot IS NULL THEN
         generation := v_current.generation;
         slot := v_current.slot;

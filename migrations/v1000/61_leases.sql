@@ -15,6 +15,10 @@ BEGIN
         PERFORM pg_advisory_xact_lock_shared('{schema}.lease_ring_slots'::regclass::oid::integer, (v_cursor & 255)::integer);
         v_seen := pg_sequence_last_value('{schema}.lease_ring_cursor'::regclass);
         EXIT WHEN v_seen = v_cursor;
+        IF v_seen IS NULL THEN
+            RAISE EXCEPTION 'permission denied for sequence %', '{schema}.lease_ring_cursor'::regclass
+                USING ERRCODE = 'insufficient_privilege', HINT = 'Grant SELECT on all sequences of the schema.';
+        END IF;
         v_cursor := v_seen;
     END LOOP;
     RETURN v_cursor;

@@ -1,6 +1,7 @@
 //! An error as people and collectors read it: what, why, and what to do.
 
 use serde::Serialize;
+use tokio_postgres::error::SqlState;
 
 use super::exit::{CommandError, ExitCode};
 use crate::engine::error::chain;
@@ -86,11 +87,18 @@ fn lines(error: &anyhow::Error) -> (String, String, String) {
         EngineError::Database(source) => (
             "the database refused a statement".into(),
             chain(source),
-            if source.code() == Some(&tokio_postgres::error::SqlState::INSUFFICIENT_PRIVILEGE) {
-                "grant the role what is missing, or use another role".into()
-            } else {
-                "run it again with -v for the causes".into()
-            },
+            match source.code() {
+                Some(&SqlState::INSUFFICIENT_PRIVILEGE) => "grant the role what is missing, or use another role",
+                Some(&SqlState::READ_ONLY_SQL_TRANSACTION) => {
+                    "name the writable server (target_session_attrs=read-write finds it), or ask whoever set it read-only"
+                }
+                Some(&SqlState::QUERY_CANCELED) => {
+                    "if it was a statement_timeout, give this role or session a longer one (options=-c statement_timeout=0)"
+                }
+                Some(&SqlState::DISK_FULL) => "make room on the server's disk, and run it again",
+                _ => "run it again with -v for the causes",
+            }
+            .into(),
         ),
     }
 }

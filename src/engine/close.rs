@@ -26,6 +26,9 @@ pub enum Ending {
     Snooze(Duration),
 }
 
+/// A thousand years: no time is reached by it that cannot be stored.
+const LONGEST_DELAY: Duration = Duration::from_secs(1000 * 365 * 24 * 3600);
+
 impl Ending {
     /// The 0.5 name of the state it asks for.
     pub fn state(self) -> &'static str {
@@ -39,8 +42,8 @@ impl Ending {
 
     fn delay(self) -> Option<f64> {
         match self {
-            Self::Retry(delay) => delay.map(|d| d.as_secs_f64()),
-            Self::Snooze(delay) => Some(delay.as_secs_f64()),
+            Self::Retry(delay) => delay.map(|d| d.min(LONGEST_DELAY).as_secs_f64()),
+            Self::Snooze(delay) => Some(delay.min(LONGEST_DELAY).as_secs_f64()),
             Self::Failed | Self::Cancelled => None,
         }
     }

@@ -15,6 +15,7 @@ pub mod embedded;
 pub mod enqueue;
 pub mod enqueue_stream;
 pub mod error;
+pub mod fields;
 pub mod heartbeat;
 pub mod inspect_claims;
 pub mod inspect_rings;

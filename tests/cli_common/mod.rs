@@ -9,7 +9,9 @@ use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use awactl::engine::embedded::{Embedded, Options};
 use nix::unistd::{Uid, User, chown};
+use tokio_postgres::SimpleQueryMessage;
 
 pub struct Server {
     pub dir: PathBuf,
@@ -130,25 +132,43 @@ impl Server {
         format!("postgres://{user}@/{database}?host={dir}&port={}", self.port)
     }
 
+    /// The rows as text: one a line, the columns with `|` between them.
     pub fn sql(&self, database: &str, sql: &str) -> String {
-        let output = Command::new(bin_dir().join("psql"))
-            .args(["-XAtq", "-v", "ON_ERROR_STOP=1", "-d", &self.url("postgres", database), "-c", sql])
-            .output()
-            .unwrap();
-        let text = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-        assert!(output.status.success(), "{sql}: {}", String::from_utf8_lossy(&output.stderr));
-        text
+        let mut config = tokio_postgres::Config::new();
+        config.host_path(&self.dir).port(self.port).user("postgres").dbname(database);
+        let run = async {
+            let (client, connection) = config.connect(tokio_postgres::NoTls).await.unwrap();
+            let connection = tokio::spawn(connection);
+            let outcome = client.simple_query(sql).await;
+            // Until the server has heard it, so that nobody finds this session there.
+            drop(client);
+            let _ = connection.await;
+            let messages = outcome.unwrap_or_else(|error| panic!("{sql}: {error:?}"));
+            let line = |row: tokio_postgres::SimpleQueryRow| {
+                (0..row.len()).map(|n| row.get(n).unwrap_or_default()).collect::<Vec<_>>().join("|")
+            };
+            let lines = messages.into_iter().filter_map(|message| match message {
+                SimpleQueryMessage::Row(row) => Some(line(row)),
+                _ => None,
+            });
+            lines.collect::<Vec<_>>().join("\n")
+        };
+        // On a thread of its own: the caller may be inside a runtime.
+        std::thread::scope(|scope| {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            let ran = scope.spawn(move || runtime.block_on(run)).join();
+            ran.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
     }
 
-    /// Everything in the database as text, to see that nothing changed.
+    /// Everything in the database as text, to see that nothing changed. (Not every server comes with a pg_dump.)
     pub fn dump(&self, database: &str) -> String {
-        let output =
-            Command::new(bin_dir().join("pg_dump")).args(["-d", &self.url("postgres", database)]).output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        let text = String::from_utf8(output.stdout).unwrap();
-        // Newer pg_dump writes a random key into these lines.
-        let lines = text.lines().filter(|line| !line.contains("restrict"));
-        lines.collect::<Vec<_>>().join("\n")
+        let definitions = self.sql(database, DEFINITIONS);
+        let rows = "SELECT format('SELECT %L, t::text FROM (SELECT * FROM %s) AS t ORDER BY 2;', c.oid::regclass, c.oid::regclass)
+                    FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+                    WHERE c.relkind IN ('r', 'S') AND n.nspname !~ '^pg_|^information_schema$' ORDER BY 1";
+        let rows = self.sql(database, &self.sql(database, rows));
+        format!("{definitions}\n{rows}")
     }
 
     pub fn database(&self, options: &str) -> String {
@@ -159,14 +179,51 @@ impl Server {
     }
 }
 
-fn bin_dir() -> PathBuf {
-    let mut found: Vec<_> = fs::read_dir("/usr/lib/postgresql")
-        .expect("PostgreSQL 15 or newer must be installed in /usr/lib/postgresql")
-        .filter_map(|entry| Some(entry.ok()?.path().join("bin")))
-        .filter(|bin| bin.join("initdb").exists())
-        .collect();
-    found.sort();
-    found.pop().expect("no initdb below /usr/lib/postgresql")
+const DEFINITIONS: &str = "
+    WITH ours AS (SELECT n.* FROM pg_namespace AS n WHERE n.nspname !~ '^pg_|^information_schema$')
+    SELECT t.line
+    FROM (
+        SELECT concat_ws(' ', n.nspname, n.nspowner, n.nspacl, obj_description(n.oid, 'pg_namespace')) AS line FROM ours AS n
+        UNION ALL
+        SELECT concat_ws(' ', c.relkind, c.oid::regclass, c.relowner, c.relacl, c.reloptions, pg_get_expr(c.relpartbound, c.oid))
+        FROM pg_class AS c JOIN ours AS n ON n.oid = c.relnamespace
+        UNION ALL
+        SELECT concat_ws(' ', c.oid::regclass, a.attname, format_type(a.atttypid, a.atttypmod), a.attnotnull,
+                   pg_get_expr(d.adbin, d.adrelid))
+        FROM pg_class AS c
+        JOIN ours AS n ON n.oid = c.relnamespace
+        JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum > 0
+        LEFT JOIN pg_attrdef AS d ON d.adrelid = c.oid AND d.adnum = a.attnum
+        UNION ALL
+        SELECT pg_get_functiondef(p.oid) FROM pg_proc AS p JOIN ours AS n ON n.oid = p.pronamespace WHERE p.prokind IN ('f', 'p')
+        UNION ALL
+        SELECT pg_get_constraintdef(c.oid) FROM pg_constraint AS c JOIN ours AS n ON n.oid = c.connamespace
+        UNION ALL
+        SELECT pg_get_indexdef(c.oid) FROM pg_class AS c JOIN ours AS n ON n.oid = c.relnamespace WHERE c.relkind = 'i'
+        UNION ALL
+        SELECT pg_get_viewdef(c.oid) FROM pg_class AS c JOIN ours AS n ON n.oid = c.relnamespace WHERE c.relkind = 'v'
+        UNION ALL
+        SELECT pg_get_triggerdef(t.oid)
+        FROM pg_trigger AS t JOIN pg_class AS c ON c.oid = t.tgrelid JOIN ours AS n ON n.oid = c.relnamespace
+        WHERE NOT t.tgisinternal
+    ) AS t
+    ORDER BY 1";
+
+/// Where the programs of a server are, as awactl finds them; fetched if there is none.
+fn bin_dir() -> &'static Path {
+    static BIN: OnceLock<PathBuf> = OnceLock::new();
+    BIN.get_or_init(|| {
+        let find = async {
+            let server = Embedded::start(Options::ephemeral()).await.unwrap();
+            let bin = server.bin_dir().to_owned();
+            server.stop().await.unwrap();
+            bin
+        };
+        std::thread::scope(|scope| {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            scope.spawn(move || runtime.block_on(find)).join().unwrap()
+        })
+    })
 }
 
 /// A CA, and a server certificate of it for the name localhost only.

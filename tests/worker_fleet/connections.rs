@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use awactl::engine::maintenance::MaintenanceOptions;
-use awactl::engine::worker::{JobContext, Outcome};
+use awactl::engine::worker::{JobContext, Outcome, open};
 
 use crate::support::{Gate, Ground, OwnServer, fleet, one, until, within};
 
@@ -121,4 +121,39 @@ async fn a_database_that_is_down_at_start_and_restarts_later_costs_no_result() {
     assert_eq!(done.get::<_, i64>(0), 2);
     session.close().await;
     own.server.stop().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn jobs_too_big_to_be_claimed_together_are_claimed_by_fewer() {
+    let ground = Ground::new().await;
+    // What PostgreSQL says when the bodies of a claim come to more than 1 GB, here for more than two jobs.
+    ground.session.exec(
+        "ALTER FUNCTION @claim(text, integer, interval, text, boolean, interval, boolean) RENAME TO claim_any;
+         CREATE FUNCTION @claim(q text, n integer, d interval, c text, p boolean, a interval, r boolean) RETURNS SETOF @claimed_batch
+         LANGUAGE plpgsql AS $$
+         BEGIN
+             IF n > 2 THEN RAISE program_limit_exceeded; END IF;
+             RETURN QUERY SELECT b.* FROM @claim_any(q, n, d, c, p, a, r) AS b;
+         END $$",
+    ).await;
+    ground.session.enqueue("q", 9).await;
+    let fleet = fleet(&ground.target, one(|_| async { Outcome::Complete }), 16, |_| {});
+    until("all jobs are done", || fleet.stats().completed == 9).await;
+    within(fleet.shut_down()).await;
+}
+
+#[tokio::test]
+async fn timeouts_meant_for_people_do_not_reach_the_engine_s_sessions() {
+    let ground = Ground::new().await;
+    let names = ["statement_timeout", "lock_timeout", "idle_session_timeout", "idle_in_transaction_session_timeout"];
+    let config = ground.db.config();
+    let database = config.get_dbname().unwrap();
+    for name in names {
+        ground.session.exec(&format!("ALTER DATABASE {database} SET {name} = '10min'")).await;
+    }
+    let session = open(&ground.target).await.unwrap();
+    for name in names {
+        let value: String = session.query_one(&format!("SHOW {name}"), &[]).await.unwrap().get(0);
+        assert_eq!(value, "0", "{name}");
+    }
 }

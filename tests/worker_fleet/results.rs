@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use awactl::engine::worker::Outcome;
+use awactl::engine::worker::{JobContext, Outcome};
 
 use crate::support::{Gate, Ground, OwnServer, fleet, one, until, within};
 
@@ -89,4 +89,22 @@ async fn a_handler_that_blocks_its_thread_does_not_hold_up_the_end() {
     let stats = within(fleet.shut_down()).await;
     stop.store(true, Ordering::SeqCst);
     assert_eq!((stats.claimed, stats.completed), (1, 0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_delay_beyond_all_time_is_a_very_long_one() {
+    let ground = Ground::new().await;
+    let ids = ground.session.enqueue("q", 2).await;
+    let first = ids[0];
+    let handler = one(move |ctx: JobContext| async move {
+        match ctx.job().id == first {
+            true => Outcome::Snooze(Duration::MAX),
+            false => Outcome::Retry { error: "later".into(), after: Some(Duration::MAX) },
+        }
+    });
+    let fleet = fleet(&ground.target, handler, 2, |_| {});
+    until("both are put off", || fleet.stats().snoozed + fleet.stats().retried == 2).await;
+    within(fleet.shut_down()).await;
+    let late = "SELECT count(*) FROM @deferred_jobs WHERE run_at > clock_timestamp() + interval '900 years'";
+    assert_eq!(ground.session.one::<i64>(late).await, 2);
 }

@@ -12,8 +12,8 @@ pub struct Allowed {
     unused: bool,
 }
 
-/// Refuses a database that holds somebody's tables, or jobs that no bench made, unless it is `named`. Looks only: to be
-/// asked before anything is installed.
+/// Refuses a database that holds somebody's tables, or jobs that no bench made, unless it is `named`; and one where a bench
+/// was killed, whose jobs the next would find among its own. Looks only: to be asked before anything is installed.
 pub async fn allow(client: &Client, target: &Target, named: bool) -> Result<Allowed> {
     let schema = target.schema.as_str();
     let sql = "SELECT (SELECT format('%s.%s', n.nspname, c.relname)
@@ -36,6 +36,9 @@ pub async fn allow(client: &Client, target: &Target, named: bool) -> Result<Allo
         let sql = "SELECT EXISTS (SELECT FROM {schema}.queue_lanes) OR EXISTS (SELECT FROM {schema}.deferred_jobs)";
         client.query_one(&target.schema.render(sql), &[]).await?.try_get(0)?
     };
+    if used && ours {
+        refuse_leftovers(client, target).await?;
+    }
     let why = match foreign {
         Some(table) => Some(format!("it holds the table {table}, and a bench loads the whole server")),
         None if used && !ours => {
@@ -55,6 +58,22 @@ pub async fn allow(client: &Client, target: &Target, named: bool) -> Result<Allo
         .into()),
         _ => Ok(Allowed { unused: !used }),
     }
+}
+
+async fn refuse_leftovers(client: &Client, target: &Target) -> Result<()> {
+    let sql = "SELECT coalesce(sum(c.job_count), 0)::bigint FROM {schema}.queue_counts() AS c
+               WHERE c.state NOT IN ('completed', 'failed', 'cancelled', 'dlq')";
+    let left: i64 = client.query_one(&target.schema.render(sql), &[]).await?.try_get(0)?;
+    if left == 0 {
+        return Ok(());
+    }
+    let schema = target.schema.quoted();
+    Err(Refusal::new(
+        "this database was left in the middle of a bench",
+        format!("{left} jobs of it are not finished, and would be counted as jobs that nobody enqueued"),
+        format!("DROP SCHEMA {schema} CASCADE there; a bench makes it again"),
+    )
+    .into())
 }
 
 impl Allowed {

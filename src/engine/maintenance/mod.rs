@@ -19,7 +19,7 @@ use tokio_postgres::Client;
 
 use lead::Passes;
 pub use lead::{Lead, LeaderInfo, NotLeading, leader};
-use tasks::Task;
+use tasks::{Task, fit_cursors_after_restore};
 
 use super::connect::Session;
 use super::error::{Result, is_read_only};
@@ -112,6 +112,7 @@ impl MaintenanceReport {
 /// One pass of every task, once, on the caller's session, leader or not.
 pub async fn once(client: &Client, schema: &Schema, options: &MaintenanceOptions) -> Result<MaintenanceReport> {
     let mut report = MaintenanceReport::default();
+    fit_cursors_after_restore(client, schema).await?;
     for task in Task::ALL {
         task.pass(client, schema, options, &mut report).await?;
     }
@@ -219,6 +220,7 @@ impl Leader {
 
     async fn maintain(&self, lead: &Lead, stop: &mut watch::Receiver<bool>) -> Result<()> {
         let mut passes = Passes::open(&self.pass_target, lead).await?;
+        passes.run(fit_cursors_after_restore(passes.client(), &self.pass_target.schema)).await?;
         let mut due: Vec<(Task, Instant)> = Task::ALL.iter().map(|task| (*task, Instant::now())).collect();
         loop {
             due.sort_by_key(|(_, at)| *at);

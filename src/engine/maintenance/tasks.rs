@@ -145,3 +145,13 @@ async fn prune_rings(
     }
     Ok(())
 }
+
+/// A dump of a working queue has claim cursors ahead of its tables; see `80_restore.sql`.
+pub(super) async fn fit_cursors_after_restore(client: &Client, schema: &Schema) -> Result<()> {
+    let sql = schema.render("SELECT {schema}.fit_cursors_after_restore()");
+    let lanes: i32 = client.query_typed_one(&sql, &[]).await?.try_get(0)?;
+    if lanes > 0 {
+        tracing::warn!(lanes, "this schema was restored: took claim cursors back to the jobs that nobody claimed");
+    }
+    Ok(())
+}

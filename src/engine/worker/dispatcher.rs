@@ -139,6 +139,9 @@ pub(super) struct Dispatcher {
     /// Jobs claimed ahead at most; moves within `prefetch_bounds`.
     prefetch: usize,
     prefetch_bounds: (usize, usize),
+    /// Jobs asked for at most: fewer after each error, since the answer may have been too big for the server (an array has
+    /// 1 GB at most) or for the line in time; more again with each claim that goes well.
+    claim_limit: usize,
     permits: Arc<Semaphore>,
     poll_interval: Duration,
     bell: Bell,
@@ -168,6 +171,7 @@ impl Dispatcher {
             workers,
             prefetch,
             prefetch_bounds: (prefetch, options.prefetch.unwrap_or(MAX_PREFETCH)),
+            claim_limit: MAX_CLAIM,
             permits: Arc::new(Semaphore::new(workers)),
             poll_interval,
             bell,
@@ -199,13 +203,15 @@ impl Dispatcher {
                 last_probe = Instant::now();
             }
             woken = false;
-            let claimed = self.claim(free.min(allowed), probe, &mut phase).await;
+            let limit = free.min(allowed).min(self.claim_limit);
+            let claimed = self.claim(limit, probe, &mut phase).await;
             if !matches!(&claimed, Ok(claims) if claims.busy && claims.jobs.is_empty()) {
                 busy_pause = FIRST_BUSY_PAUSE;
             }
             match claimed {
                 Ok(claims) if !claims.jobs.is_empty() => {
                     last_work = Instant::now();
+                    self.claim_limit = (self.claim_limit + self.claim_limit / 8 + 1).min(MAX_CLAIM);
                     self.adapt_prefetch(claims.jobs.len() == free);
                     self.bell.unregister(&self.queue);
                     if let Some(bucket) = &mut self.bucket {
@@ -226,6 +232,7 @@ impl Dispatcher {
                 }
                 Err(error) => {
                     Stats::add(&self.shared.stats.reconnects, 1);
+                    self.claim_limit = (limit / 2).max(1);
                     tracing::warn!(queue = &*self.queue, error = %error, "could not claim");
                     pause_for(self.link.pause(), &mut phase).await;
                 }
@@ -302,12 +309,12 @@ impl Dispatcher {
         let Claimed { receipt, job } = claimed;
         let Some(worker) = self.shared.registry.get(&job.kind) else {
             let result = Ended::of(Outcome::Unhandled, &job, None);
-            self.shared.finish(Finished { receipt, result, beat: false });
+            self.shared.finish(Finished { receipt, result, beat: false, stopped: None });
             return;
         };
         if let Some(outcome) = run_now(&**worker, &job) {
             let result = Ended::of(outcome, &job, None);
-            self.shared.finish(Finished { receipt, result, beat: false });
+            self.shared.finish(Finished { receipt, result, beat: false, stopped: None });
             return;
         }
         let worker = Arc::clone(worker);
@@ -322,7 +329,7 @@ impl Dispatcher {
             let result = run(&*worker, &ctx, &shared, &permits, number, deadline).await;
             let beat = shared.attempts.remove(&receipt);
             match result {
-                Some(result) => shared.finish(Finished { receipt, result, beat }),
+                Some(result) => shared.finish(Finished { receipt, result, beat, stopped: ctx.cancel_reason() }),
                 None => Stats::add(&shared.stats.waiting, 1),
             }
         });

@@ -18,9 +18,11 @@ pub(super) const FIRST_PAUSE: Duration = Duration::from_millis(50);
 pub(super) const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
 /// Settings of every session the engine opens: its statements are short and prepared, so neither JIT nor planning them
-/// anew pays; and it relies on READ COMMITTED.
+/// anew pays; it relies on READ COMMITTED; and timeouts of a role or database are meant for people: a batch that never
+/// fits into one would never be written, a listener is idle by nature. [`SILENCE`] bounds a statement instead.
 pub const SESSION_SETTINGS: &str = "SET jit = off; SET plan_cache_mode = force_generic_plan; \
-     SET default_transaction_isolation = 'read committed'; SET idle_in_transaction_session_timeout = 0";
+     SET default_transaction_isolation = 'read committed'; SET idle_in_transaction_session_timeout = 0; \
+     SET statement_timeout = 0; SET lock_timeout = 0; SET idle_session_timeout = 0";
 
 /// Opens a session with the engine's settings. Through a transaction pooler without them: they would stay on a connection
 /// that others use.
