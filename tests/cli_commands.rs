@@ -232,7 +232,7 @@ fn skipped_lines_are_reported_and_their_neighbours_enqueued() {
     let output = enqueue_lines(&url, lines, &["--on-error", "skip"]);
     let report = done(&output);
     let told = String::from_utf8_lossy(&output.stderr).into_owned();
-    for line in ["line 3: $.k", "line 4: "] {
+    for line in ["line 3: args: $.k", "line 4: "] {
         assert!(told.contains(line), "{told}");
     }
     let counts = queue(&url, "default");

@@ -89,6 +89,7 @@ async fn an_empty_database_is_installed_and_the_second_run_is_up_to_date() {
     }
     assert_eq!(status["state"], "active");
     assert_eq!(status["schema_version"], awactl::engine::migrations::LATEST);
+    assert_eq!(status["point_of_no_return_passed"], serde_json::Value::Null, "there is nothing to go back to");
 }
 
 #[test]

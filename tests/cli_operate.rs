@@ -245,10 +245,10 @@ fn wrong_input_is_refused_by_its_name() {
 #[test]
 fn a_queue_is_paused_resumed_set_listed_and_drained() {
     let db = Db::new();
-    let outcome = |changed: bool, paused: bool| json!({"queue": "q", "changed": changed, "paused": paused});
-    assert_eq!(db.json(&["queue", "pause", "q"]), outcome(true, true));
-    assert_eq!(db.json(&["queue", "pause", "q"]), outcome(false, true));
+    let outcome = |changed: bool, paused: bool, had_jobs: bool| json!({"queue": "q", "changed": changed, "paused": paused, "had_jobs": had_jobs});
+    assert_eq!(db.json(&["queue", "pause", "q"]), outcome(true, true, false));
     db.enqueue("q");
+    assert_eq!(db.json(&["queue", "pause", "q"]), outcome(false, true, true));
     assert_eq!(db.sql("SELECT count(*) FROM awa.claim('q', 1)"), "0");
     let listed = db.json(&["queue", "list"]);
     assert_eq!(
@@ -256,8 +256,8 @@ fn a_queue_is_paused_resumed_set_listed_and_drained() {
         (&json!("q"), &json!(1), &json!(true))
     );
     assert!(db.done(&["queue", "pause", "q"]).contains("as before"));
-    assert_eq!(db.json(&["queue", "resume", "q"]), outcome(true, false));
-    assert_eq!(db.json(&["queue", "resume", "q"]), outcome(false, false));
+    assert_eq!(db.json(&["queue", "resume", "q"]), outcome(true, false, true));
+    assert_eq!(db.json(&["queue", "resume", "q"]), outcome(false, false, true));
 
     let set = db.json(&["queue", "set", "q", "--enqueue-shards", "3", "--dlq", "on", "--dlq-retention", "2h"]);
     let settings = |set: &Value| (set["enqueue_shards"].clone(), set["dlq"].clone(), set["dlq_retention_s"].clone());
@@ -366,4 +366,72 @@ fn open_attempts_are_shown_and_rescued() {
     assert_eq!(db.state(&silent), "running");
     assert_eq!(db.json(&["maintenance", "rescue", "--stale-after", "0s"])["stale"], json!(1));
     assert_eq!(db.state(&silent), "retryable");
+}
+
+#[test]
+fn a_dry_run_says_which_jobs_are_not_there_or_do_not_suit() {
+    let db = Db::new();
+    let (waiting, done) = (db.enqueue("q"), db.end("p", "completed"));
+    let ran = db.run(&["job", "cancel", "--dry-run", &waiting, &done, "999999", "-o", "json"]);
+    let report = ran.json();
+    assert_eq!((ran.code, &report["would"], &report["done"]), (1, &json!(1), &json!(0)), "{ran:?}");
+    let reasons: Vec<_> = report["jobs"].as_array().unwrap().iter().map(|job| job["reason"].clone()).collect();
+    assert_eq!(reasons, [Value::Null, json!("it is completed already"), json!("no such job")]);
+    let table = db.run(&["job", "delete", "--dry-run", "999999"]);
+    assert!(table.code == 1 && table.stdout.contains("no such job"), "{table:?}");
+    assert_eq!(db.json(&["job", "cancel", "--dry-run", &waiting])["would"], json!(1));
+    assert_eq!(db.sql(&format!("SELECT state FROM awa.find_job({waiting})")), "available");
+}
+
+#[test]
+fn a_queue_that_never_had_a_job_is_said_to_be_one() {
+    let db = Db::new();
+    for args in [
+        &["queue", "pause", "mial"][..],
+        &["queue", "resume", "mial"],
+        &["queue", "drain", "mial", "--yes"],
+        &["queue", "drain", "mial", "--dry-run"],
+        &["queue", "set", "mial", "--dlq", "on"],
+    ] {
+        db.refused(args, 0, &["no job was ever enqueued to queue mial"]);
+    }
+    // One that is scheduled has no lane yet.
+    db.done(&["enqueue", "send", "--queue", "mail", "--in", "1h"]);
+    let ran = db.run(&["queue", "pause", "mail"]);
+    assert!(ran.code == 0 && !ran.stderr.contains("no job"), "{ran:?}");
+}
+
+#[test]
+fn a_slot_that_is_named_and_not_pruned_is_a_failure() {
+    let db = Db::new();
+    db.enqueue("q");
+    db.done(&["maintenance", "rotate"]);
+    db.refused(&["maintenance", "prune", "--ring", "queue", "--slot", "99"], 1, &["no slot 99", "it has 16"]);
+    let ran = db.run(&["maintenance", "prune", "--ring", "queue", "--slot", "0"]);
+    assert!(ran.code == 1 && ran.stdout.contains("ready_rows"), "{ran:?}");
+    db.done(&["maintenance", "prune"]);
+}
+
+#[test]
+fn tables_fit_80_columns_and_break_no_name_into_letters() {
+    let db = Db::new();
+    let (queue, kind) = ("notifications_transactional", "send_email_with_a_long_name");
+    db.done(&["enqueue", kind, "--queue", queue, "--count", "1000"]);
+    db.end(queue, "failed");
+    db.running(queue);
+    for args in [
+        &["queue", "list"][..],
+        &["inspect", "rings"],
+        &["inspect", "claims"],
+        &["inspect", "dead-tuples"],
+        &["job", "list", "--limit", "3"],
+        &["job", "list", "--state", "failed"],
+    ] {
+        let table = db.done(args);
+        assert!(table.lines().all(|line| line.chars().count() <= 80), "{args:?}\n{table}");
+        // A column of one letter a line makes lines with nothing else; one alone is a long name's end.
+        let letters: Vec<bool> = table.lines().map(|line| line.trim().chars().count() == 1).collect();
+        assert!(!letters.windows(2).any(|two| two == [true, true]), "{args:?}\n{table}");
+    }
+    assert!(db.done(&["queue", "list"]).contains(queue), "in one piece");
 }

@@ -253,7 +253,7 @@ async fn leaders_that_are_killed_over_and_over_lose_no_occurrence_and_fire_none_
     for n in 1..=8 {
         // After an occurrence and at other times between two.
         db.until(&format!("SELECT extract(epoch FROM cursor_at) >= {start} + {n} * 0.7 FROM @cron_jobs")).await;
-        db.exec("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'awactl maintenance' AND datname = current_database()").await;
+        db.exec("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name IN ('awactl leader', 'awactl maintenance') AND datname = current_database()").await;
     }
     let fired: i64 = s.one("SELECT count(*) FROM @ready_entries").await;
     db.until(&format!("SELECT (SELECT count(*) FROM @ready_entries) > {fired}")).await;

@@ -190,3 +190,31 @@ async fn an_attempt_that_waits_for_days_keeps_its_progress() {
     s.exec("UPDATE @leases SET callback_timeout_at = '2020-01-01'; SELECT @rescue()").await;
     assert_eq!(s.one::<String>("SELECT state || ' ' || progress FROM @deferred_jobs").await, "retryable 5");
 }
+
+#[tokio::test]
+async fn a_lease_that_gives_a_sign_of_life_between_the_look_and_the_lock_is_not_rescued() {
+    let db = Db::new().await;
+    let (s, worker, gate) = (db.session().await, db.session().await, db.session().await);
+    let a = claimed(&s, 1).await[0];
+    let Attempt { slot, receipt, job, lease } = a;
+    s.exec(&format!("SELECT @materialise({slot}::smallint, {receipt}, {job}, {lease})")).await;
+    assert_eq!(beat(&worker, &[a], None).await, []);
+    s.exec("UPDATE @leases SET alive_at = '2020-01-01'; UPDATE @attempt_state SET heartbeat_at = '2020-01-01'").await;
+    // A gate in the look at the heartbeats.
+    s.exec(
+        "ALTER TABLE @attempt_state RENAME TO ungated;
+         CREATE FUNCTION @gate() RETURNS boolean LANGUAGE plpgsql AS
+             'BEGIN PERFORM pg_advisory_xact_lock(42); RETURN true; END';
+         CREATE VIEW @attempt_state AS SELECT * FROM @ungated WHERE @gate() OFFSET 0",
+    )
+    .await;
+    gate.exec("SELECT pg_advisory_lock(42)").await;
+    let pid = s.pid().await;
+    let rescue = s.spawn("SELECT stale FROM @rescue()");
+    db.until_waiting(pid).await;
+    worker.exec("UPDATE @ungated SET heartbeat_at = clock_timestamp()").await;
+    gate.exec("SELECT pg_advisory_unlock(42)").await;
+    assert_eq!(rescue.await.unwrap().unwrap()[0].get::<_, i32>(0), 0);
+    s.exec("DROP VIEW @attempt_state; ALTER TABLE @ungated RENAME TO attempt_state").await;
+    assert_eq!(s.complete(&[a]).await, []);
+}

@@ -134,11 +134,8 @@ fn call(actor: Actor, subject: &Subject) -> String {
              '{{{outcome}}}', '{{why}}', '{{1 hour}}', '{{NULL}}'))"
         )
     };
-    let sweep = |sweep: &str, cause: &str| {
-        format!(
-            "SELECT @rescue_claims('{sweep}', clock_timestamp(), 500, '{sweep}', '{cause}')
-                  + @rescue_leases('{sweep}', clock_timestamp(), 500, '{sweep}') > 0"
-        )
+    let sweep = |sweep: &str| {
+        format!("SELECT stale + deadline + callback_timeout > 0 FROM @rescue('0 seconds', 500, '{{{sweep}}}')")
     };
     match actor {
         Actor::Complete => format!(
@@ -148,15 +145,13 @@ fn call(actor: Actor, subject: &Subject) -> String {
         Actor::Snooze => close("scheduled"),
         Actor::Cancel => format!("SELECT done FROM @operate({job}, 'cancel')"),
         Actor::AdminRetry => format!("SELECT done FROM @operate({job}, 'retry')"),
-        Actor::StaleRescue => sweep("stale", "stale"),
-        Actor::DeadlineRescue => sweep("deadline", "deadline_expired"),
+        Actor::StaleRescue => sweep("stale"),
+        Actor::DeadlineRescue => sweep("deadline"),
         Actor::Materialise => format!("SELECT @materialise({slot}::smallint, {receipt}, {job}, {lease})"),
         Actor::CallbackResolve => {
             format!("SELECT EXISTS (SELECT FROM @resolve_callback('{}', 'complete'))", subject.token)
         }
-        Actor::CallbackTimeout => {
-            "SELECT @rescue_leases('callback', clock_timestamp(), 500, 'timed out') > 0".to_owned()
-        }
+        Actor::CallbackTimeout => sweep("callback"),
     }
 }
 

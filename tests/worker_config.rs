@@ -171,7 +171,7 @@ fn a_handler_is_one_thing_with_its_own_fields() {
         ("{ exec: [] }", &["`exec` names no program"]),
         ("{ exec: [\"\"] }", &["`exec` names no program"]),
         ("{ exec: [\"a\\0b\"] }", &["U+0000"]),
-        ("{ exec: ls -l }", &["exec", "expected a sequence"]),
+        ("{ exec: ls -l }", &["exec", "must be a list"]),
         ("{ exec: [a], env: { \"A=B\": c } }", &["`env`", "`A=B`", "no `=`"]),
         ("{ exec: [a], env: { AWA_JOB_ID: 1 } }", &["AWA_JOB_ID", "worker sets"]),
         ("{ exec: [a], timeout: 0s }", &["longer than zero"]),
@@ -215,7 +215,7 @@ fn cron_jobs_are_read_with_their_defaults_and_checked() {
     assert_error("cron:\n  a: { schedule: '* * * *', kind: k }\n", &["cron.a", "\"* * * *\"", "line 2"]);
     assert_error("cron:\n  a: { schedule: '* * * * *', kind: k, timezone: Mars }\n", &["\"Mars\"", "line 2"]);
     assert_error("cron:\n  a: { schedule: '* * * * *', kin: k }\n", &["unknown field `kin`", "did you mean `kind`?"]);
-    assert_error("cron:\n  a: { kind: k }\n", &["missing field `schedule`"]);
+    assert_error("cron:\n  a: { kind: k }\n", &["`schedule` is missing"]);
     assert_error("cron:\n  a: { schedule: '@daily', kind: k, args: { a: \"\\0\" } }\n", &["U+0000"]);
 }
 

@@ -148,3 +148,34 @@ fn long_lines_go_in_batches_of_bounded_size() {
     let enqueued = report["enqueued"].as_u64().unwrap();
     assert!((1..10).contains(&enqueued) && report["resume_from"] == enqueued + 1, "{report}");
 }
+
+#[test]
+fn a_cancelled_attempt_is_no_loss_and_one_that_a_drain_stops_is_handed_back() {
+    let url = database("cancel_and_drain");
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("workers.yaml");
+    std::fs::write(&config, "queues: {default: {workers: 2}}\nhandlers: {nap: {builtin: sleep, duration: 1h}}\n")
+        .unwrap();
+    let config = config.to_str().unwrap();
+    done(awactl(&url, &["enqueue", "nap", "--count", "2"]).output().unwrap());
+    let args = ["-v", "-o", "json", "run-workers", "--config", config, "--shutdown-timeout", "10ms"];
+    let mut child = awactl(&url, &args).spawn().unwrap();
+    let stderr = stderr_of(&mut child);
+    let running = || {
+        let output = awactl(&url, &["-o", "json", "job", "list", "--state", "running"]).output().unwrap();
+        let jobs: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        jobs.as_array().unwrap().iter().map(|job| job["id"].to_string()).collect::<Vec<_>>()
+    };
+    let jobs = until("both run", || Some(running()).filter(|jobs| jobs.len() == 2));
+    done(awactl(&url, &["job", "cancel", &jobs[0]]).output().unwrap());
+    let told = until("its result is not kept", || {
+        stderr.try_recv().ok().filter(|line| line.contains("job_id") && line.contains(&jobs[0]))
+    });
+    assert!(told.contains("INFO") && told.contains("an operator cancelled the job"), "{told}");
+    signal(&child, Signal::SIGTERM);
+    let output = child.wait_with_output().unwrap();
+    let stats: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&stats["handed_back"], &stats["snoozed"]), (&1.into(), &0.into()), "{stats}");
+    let left: Vec<String> = stderr.iter().collect();
+    assert!(!left.iter().any(|line| line.contains("WARN")), "{left:#?}");
+}

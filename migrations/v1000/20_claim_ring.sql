@@ -1,21 +1,9 @@
 -- The claim ring: who holds which receipt, and the proof that it is over (ADR-023, Physical layout 1-5).
 
-CREATE TABLE {schema}.claim_ring_state (
-    generation bigint PRIMARY KEY,
-    slot       smallint    NOT NULL,
-    opened_at  timestamptz NOT NULL DEFAULT clock_timestamp()
-);
-
-CREATE TABLE {schema}.claim_ring_prunes (
-    generation bigint PRIMARY KEY,
-    slot       smallint    NOT NULL,
-    pruned_at  timestamptz NOT NULL DEFAULT clock_timestamp()
-);
-
-CREATE TABLE {schema}.claim_ring_slots (
-    slot smallint PRIMARY KEY
-);
-
+-- The same as the queue ring's, where they are explained.
+CREATE TABLE {schema}.claim_ring_state (LIKE {schema}.queue_ring_state INCLUDING ALL);
+CREATE TABLE {schema}.claim_ring_prunes (LIKE {schema}.queue_ring_prunes INCLUDING ALL);
+CREATE TABLE {schema}.claim_ring_slots (LIKE {schema}.queue_ring_slots INCLUDING ALL);
 CREATE SEQUENCE {schema}.claim_ring_cursor MINVALUE 0;
 
 -- receipt_id = batch_id * 1024 + index: a receipt finds its batch by division and is never used again.

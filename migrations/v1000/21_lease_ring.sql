@@ -3,22 +3,10 @@
 -- A compact claim that materialises is closed with outcome 'materialized', and the attempt goes on here with its body, so
 -- that neither the claim slot nor the queue slot has to wait for somebody else's callback.
 
-CREATE TABLE {schema}.lease_ring_state (
-    generation bigint PRIMARY KEY,
-    slot       smallint    NOT NULL,
-    opened_at  timestamptz NOT NULL DEFAULT clock_timestamp()
-);
-
-CREATE TABLE {schema}.lease_ring_prunes (
-    generation bigint PRIMARY KEY,
-    slot       smallint    NOT NULL,
-    pruned_at  timestamptz NOT NULL DEFAULT clock_timestamp()
-);
-
-CREATE TABLE {schema}.lease_ring_slots (
-    slot smallint PRIMARY KEY
-);
-
+-- The same as the queue ring's, where they are explained.
+CREATE TABLE {schema}.lease_ring_state (LIKE {schema}.queue_ring_state INCLUDING ALL);
+CREATE TABLE {schema}.lease_ring_prunes (LIKE {schema}.queue_ring_prunes INCLUDING ALL);
+CREATE TABLE {schema}.lease_ring_slots (LIKE {schema}.queue_ring_slots INCLUDING ALL);
 CREATE SEQUENCE {schema}.lease_ring_cursor MINVALUE 0;
 
 -- Updated and deleted in place; what dies here goes with TRUNCATE once the few rows that live are carried to the open slot.

@@ -111,15 +111,18 @@ BEGIN
 END
 $template$, 'RETURN NULL;');
 
--- Completes attempts one by one. The caller holds the batches' locks. Returns the losers.
+-- Completes attempts one by one. The caller holds the batches' locks. p_unique_jobs are completed already, and their keys not
+-- given up yet. Returns the losers.
 CREATE FUNCTION {schema}.complete_each(
-    p_claim_slots smallint[], p_receipt_ids bigint[], p_job_ids bigint[], p_run_leases bigint[], p_now timestamptz
+    p_claim_slots smallint[], p_receipt_ids bigint[], p_job_ids bigint[], p_run_leases bigint[], p_unique_jobs bigint[],
+    p_now timestamptz
 ) RETURNS TABLE (place integer, reason text)
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_slot smallint;
     v_lost integer[] := '{}';
     v_done {schema}.completed_slot;
+    v_unique_jobs bigint[] := p_unique_jobs;
 BEGIN
     FOR v_slot IN SELECT DISTINCT s FROM unnest(p_claim_slots) AS s ORDER BY s LOOP
         v_done := {schema}.complete_in(v_slot, p_claim_slots, p_receipt_ids, p_job_ids, p_run_leases, p_now);
@@ -129,14 +132,18 @@ BEGIN
         ELSE
             v_lost := v_lost || v_done.lost;
         END IF;
-        IF v_done.unique_jobs IS NOT NULL THEN
-            PERFORM {schema}.release_unique_keys(v_done.unique_jobs, 'completed');
-        END IF;
+        v_unique_jobs := v_unique_jobs || v_done.unique_jobs;
     END LOOP;
 
     IF v_lost <> '{}' THEN
         -- A receipt that is closed because its attempt materialised.
         v_lost := {schema}.complete_leases(v_lost, p_receipt_ids, p_job_ids, p_run_leases, p_now);
+    END IF;
+    -- Lock: given up last. It waits for nobody, but others wait for what is given up.
+    IF v_unique_jobs IS NOT NULL THEN
+        PERFORM {schema}.release_unique_keys(v_unique_jobs, 'completed');
+    END IF;
+    IF v_lost <> '{}' THEN
         RETURN QUERY
             WITH attempt AS MATERIALIZED (
                 SELECT i.claim_slot, i.receipt_id, i.job_id, i.run_lease, i.place::integer, l.place IS NOT NULL AS lost
@@ -167,7 +174,7 @@ CREATE FUNCTION {schema}.complete(
 LANGUAGE plpgsql AS $function$
 BEGIN
     PERFORM {schema}.lock_claim_batches(p_receipt_ids);
-    RETURN QUERY SELECT e.* FROM {schema}.complete_each(p_claim_slots, p_receipt_ids, p_job_ids, p_run_leases, clock_timestamp()) AS e;
+    RETURN QUERY SELECT e.* FROM {schema}.complete_each(p_claim_slots, p_receipt_ids, p_job_ids, p_run_leases, NULL, clock_timestamp()) AS e;
 END
 $function$;
 
@@ -248,6 +255,7 @@ DECLARE
     v_slots smallint[] := p_claim_slots;
     v_proven integer[] := '{}';
     v_done {schema}.completed_runs;
+    v_unique_jobs bigint[];
     v_left record;
 BEGIN
     IF c_runs = 0 THEN
@@ -277,11 +285,12 @@ BEGIN
         FOREACH v_slot IN ARRAY v_slots LOOP
             v_done := {schema}.complete_runs_in(v_slot, p_claim_slots, p_first_receipts, p_run_leases, p_stops, p_job_ids, v_now);
             v_proven := v_proven || v_done.proven;
-            IF v_done.unique_jobs IS NOT NULL THEN
-                PERFORM {schema}.release_unique_keys(v_done.unique_jobs, 'completed');
-            END IF;
+            v_unique_jobs := v_unique_jobs || v_done.unique_jobs;
         END LOOP;
         IF cardinality(v_proven) = c_runs THEN
+            IF v_unique_jobs IS NOT NULL THEN
+                PERFORM {schema}.release_unique_keys(v_unique_jobs, 'completed');
+            END IF;
             RETURN;
         END IF;
     END IF;
@@ -296,7 +305,8 @@ BEGIN
     WHERE r.place <> ALL (v_proven);
     RETURN QUERY
         SELECT v_left.places[e.place], e.reason
-        FROM {schema}.complete_each(v_left.claim_slots, v_left.receipt_ids, v_left.job_ids, v_left.run_leases, v_now) AS e;
+        FROM {schema}.complete_each(v_left.claim_slots, v_left.receipt_ids, v_left.job_ids, v_left.run_leases,
+            v_unique_jobs, v_now) AS e;
 END
 $function$;
 

@@ -1,5 +1,8 @@
 -- Close: every end of an attempt but plain success. Same locks, fences and report of losers as complete; the attempt's
 -- closure row and what becomes of the job are one transaction.
+--
+-- Lock order: whatever ends several jobs locks all of them first (claim batches, rows, attempt states) and only then takes and
+-- gives up their unique keys, in the keys' order: end_attempt for each, then finish_job for each.
 
 -- Terminal history of a job that does not complete compactly: beside its body where that lies in the queue ring, else with it
 -- in the slot that is open now.
@@ -70,9 +73,25 @@ BEGIN
 END
 $function$;
 
--- The end of one attempt, whose fence the caller has checked and whose lock it holds: decides what becomes of the job and
--- stores it. p_job has run_lease and claimed_at of the attempt, and the attempts counted before it. p_outcome: completed,
--- failed, cancelled, retryable or scheduled (snooze: not counted). Without p_delay a retry backs off. Returns the state.
+-- Forgets what an attempt that is over left in attempt_state; its progress stays with the job.
+CREATE FUNCTION {schema}.forget_attempt(p_job {schema}.job_body) RETURNS {schema}.job_body
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_progress jsonb;
+BEGIN
+    IF p_job.job_id IS NOT NULL THEN
+        DELETE FROM {schema}.attempt_state AS s
+        WHERE s.job_id = p_job.job_id AND s.run_lease <= p_job.run_lease
+        RETURNING CASE WHEN s.run_lease = p_job.run_lease THEN s.progress END INTO v_progress;
+        p_job.progress := coalesce(v_progress, p_job.progress);
+    END IF;
+    RETURN p_job;
+END
+$function$;
+
+-- What becomes of the job of an attempt that the caller took and forgot (end_attempt), stored. p_job has run_lease and claimed_at
+-- of the attempt, and the attempts counted before it. p_outcome: completed, failed, cancelled, retryable or scheduled (snooze:
+-- not counted). Without p_delay a retry backs off. Returns the state.
 CREATE FUNCTION {schema}.finish_job(
     p_job {schema}.job_body, p_outcome {schema}.job_state, p_now timestamptz, p_error text, p_delay interval, p_progress jsonb
 ) RETURNS {schema}.job_state
@@ -80,12 +99,7 @@ LANGUAGE plpgsql AS $function$
 DECLARE
     v_state {schema}.job_state := p_outcome;
     v_holder bigint;
-    v_live_progress jsonb;
 BEGIN
-    DELETE FROM {schema}.attempt_state AS s
-    WHERE s.job_id = p_job.job_id AND s.run_lease <= p_job.run_lease
-    RETURNING CASE WHEN s.run_lease = p_job.run_lease THEN s.progress END INTO v_live_progress;
-
     p_job.errors := {schema}.with_error(p_job.errors, p_job.attempt + 1, p_error, p_now);
     IF p_outcome <> 'scheduled' THEN
         p_job.attempt := p_job.attempt + 1;
@@ -93,7 +107,7 @@ BEGIN
     IF p_outcome = 'retryable' AND p_job.attempt >= p_job.max_attempts THEN
         v_state := 'failed';
     END IF;
-    p_job.progress := CASE WHEN v_state <> 'completed' THEN coalesce(p_progress, v_live_progress, p_job.progress) END;
+    p_job.progress := CASE WHEN v_state <> 'completed' THEN coalesce(p_progress, p_job.progress) END;
 
     IF p_job.unique_key IS NOT NULL THEN
         v_holder := {schema}.enter_state(p_job.job_id, p_job.unique_key, p_job.unique_states, v_state);
@@ -184,13 +198,24 @@ BEGIN
 END
 $function$;
 
+-- Takes one attempt as take_attempt does, with its attempt_state. The caller holds the claim batch's lock.
+CREATE FUNCTION {schema}.end_attempt(
+    p_claim_slot smallint, p_receipt_id bigint, p_job_id bigint, p_run_lease bigint, p_closure text, p_now timestamptz
+) RETURNS {schema}.job_body
+LANGUAGE plpgsql AS $function$
+BEGIN
+    RETURN {schema}.forget_attempt(
+        {schema}.take_attempt(p_claim_slot, p_receipt_id, p_job_id, p_run_lease, p_closure, p_now));
+END
+$function$;
+
 -- p_outcomes[n]: failed, cancelled, retryable, scheduled (snooze: the attempt is not counted) or completed. p_delays[n] is
 -- how long a retryable or scheduled job waits; a retry without one backs off, a retry with no attempt left fails.
 -- p_errors[n] is kept with the attempt's number and the database's time; p_progress[n] replaces the job's progress where it
--- is not NULL. p_cause is what the closure says instead of the outcome. Returns the ones that lost, by their place.
+-- is not NULL. Returns the ones that lost, by their place.
 CREATE FUNCTION {schema}.close_attempts(
     p_claim_slots smallint[], p_receipt_ids bigint[], p_job_ids bigint[], p_run_leases bigint[],
-    p_outcomes {schema}.job_state[], p_errors text[], p_delays interval[], p_progress jsonb[], p_cause text DEFAULT NULL
+    p_outcomes {schema}.job_state[], p_errors text[], p_delays interval[], p_progress jsonb[]
 ) RETURNS TABLE (place integer, reason text)
 LANGUAGE plpgsql AS $function$
 DECLARE
@@ -205,65 +230,92 @@ BEGIN
         RAISE EXCEPTION '%', v_bad USING ERRCODE = 'check_violation', COLUMN = 'outcomes';
     END IF;
     PERFORM {schema}.lock_claim_batches(p_receipt_ids);
+    RETURN QUERY
+        SELECT c.*
+        FROM {schema}.close_locked(p_claim_slots, p_receipt_ids, p_job_ids, p_run_leases, p_outcomes, p_errors, p_delays,
+            p_progress, NULL) AS c;
+END
+$function$;
+
+-- The same for whoever holds the locks already. p_causes[n] is what the closure says instead of the outcome.
+CREATE FUNCTION {schema}.close_locked(
+    p_claim_slots smallint[], p_receipt_ids bigint[], p_job_ids bigint[], p_run_leases bigint[],
+    p_outcomes {schema}.job_state[], p_errors text[], p_delays interval[], p_progress jsonb[], p_causes text[]
+) RETURNS TABLE (place integer, reason text)
+LANGUAGE plpgsql AS $function$
+BEGIN
     BEGIN
         RETURN QUERY
-            SELECT c.* FROM {schema}.close_each(p_claim_slots, p_receipt_ids, p_job_ids, p_run_leases, p_outcomes, p_errors,
-                p_delays, p_progress, p_cause, false) AS c;
+            SELECT c.*
+            FROM {schema}.close_each(p_claim_slots, p_receipt_ids, p_job_ids, p_run_leases, p_outcomes, p_errors, p_delays,
+                p_progress, p_causes, false) AS c;
     EXCEPTION WHEN data_exception OR integrity_constraint_violation OR raise_exception OR program_limit_exceeded THEN
         -- One of them cannot be stored. Once more one by one, so that it costs its neighbours nothing.
         RETURN QUERY
-            SELECT c.* FROM {schema}.close_each(p_claim_slots, p_receipt_ids, p_job_ids, p_run_leases, p_outcomes, p_errors,
-                p_delays, p_progress, p_cause, true) AS c;
+            SELECT c.*
+            FROM {schema}.close_each(p_claim_slots, p_receipt_ids, p_job_ids, p_run_leases, p_outcomes, p_errors, p_delays,
+                p_progress, p_causes, true) AS c;
     END;
 END
 $function$;
 
 CREATE FUNCTION {schema}.close_each(
     p_claim_slots smallint[], p_receipt_ids bigint[], p_job_ids bigint[], p_run_leases bigint[],
-    p_outcomes {schema}.job_state[], p_errors text[], p_delays interval[], p_progress jsonb[], p_cause text, p_one_by_one boolean
+    p_outcomes {schema}.job_state[], p_errors text[], p_delays interval[], p_progress jsonb[], p_causes text[],
+    p_one_by_one boolean
 ) RETURNS TABLE (place integer, reason text)
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_now timestamptz := clock_timestamp();
     v_n integer;
+    v_nth integer;
     v_job {schema}.job_body;
+    v_keyed {schema}.job_body[] := '{}';
+    v_keys bytea[] := '{}';
+    v_places integer[] := '{}';
 BEGIN
     FOR v_n IN 1 .. coalesce(cardinality(p_receipt_ids), 0) LOOP
-        IF p_one_by_one THEN
-            BEGIN
-                v_job := {schema}.close_one(p_claim_slots[v_n], p_receipt_ids[v_n], p_job_ids[v_n], p_run_leases[v_n],
-                    p_outcomes[v_n], p_errors[v_n], p_delays[v_n], p_progress[v_n], p_cause, v_now);
-            EXCEPTION WHEN data_exception OR integrity_constraint_violation OR raise_exception OR program_limit_exceeded THEN
-                -- Finishing must succeed somewhere: failed, with what went wrong in place of what the handler left.
-                v_job := {schema}.close_one(p_claim_slots[v_n], p_receipt_ids[v_n], p_job_ids[v_n], p_run_leases[v_n], 'failed',
-                    format('its outcome (%s) could not be stored: %s', p_outcomes[v_n], sqlerrm), NULL, NULL, p_cause, v_now);
-            END;
-        ELSE
-            v_job := {schema}.close_one(p_claim_slots[v_n], p_receipt_ids[v_n], p_job_ids[v_n], p_run_leases[v_n],
-                p_outcomes[v_n], p_errors[v_n], p_delays[v_n], p_progress[v_n], p_cause, v_now);
-        END IF;
+        v_job := {schema}.end_attempt(p_claim_slots[v_n], p_receipt_ids[v_n], p_job_ids[v_n], p_run_leases[v_n],
+            coalesce(p_causes[v_n], p_outcomes[v_n]::text), v_now);
         IF v_job.job_id IS NULL THEN
             place := v_n;
             reason := {schema}.why_lost(p_claim_slots[v_n], p_receipt_ids[v_n], p_job_ids[v_n], p_run_leases[v_n]);
             RETURN NEXT;
+        ELSIF v_job.unique_key IS NOT NULL THEN
+            v_keyed := v_keyed || v_job;
+            v_keys := v_keys || v_job.unique_key;
+            v_places := v_places || v_n;
+        ELSE
+            PERFORM {schema}.finish_at_any_rate(v_job, p_outcomes[v_n], v_now, p_errors[v_n], p_delays[v_n], p_progress[v_n],
+                p_one_by_one);
         END IF;
+    END LOOP;
+    -- Lock: the keys, in their order, now that every row is locked.
+    FOR v_nth IN SELECT k.nth FROM unnest(v_keys) WITH ORDINALITY AS k (unique_key, nth) ORDER BY k.unique_key, k.nth LOOP
+        v_n := v_places[v_nth];
+        PERFORM {schema}.finish_at_any_rate(v_keyed[v_nth], p_outcomes[v_n], v_now, p_errors[v_n], p_delays[v_n], p_progress[v_n],
+            p_one_by_one);
     END LOOP;
 END
 $function$;
 
--- Closes one attempt; job_id NULL when it lost.
-CREATE FUNCTION {schema}.close_one(
-    p_claim_slot smallint, p_receipt_id bigint, p_job_id bigint, p_run_lease bigint, p_outcome {schema}.job_state, p_error text,
-    p_delay interval, p_progress jsonb, p_cause text, p_now timestamptz
-) RETURNS {schema}.job_body
+-- finish_job; if p_one_by_one, also where that cannot be stored.
+CREATE FUNCTION {schema}.finish_at_any_rate(
+    p_job {schema}.job_body, p_outcome {schema}.job_state, p_now timestamptz, p_error text, p_delay interval, p_progress jsonb,
+    p_one_by_one boolean
+) RETURNS void
 LANGUAGE plpgsql AS $function$
-DECLARE
-    v_job {schema}.job_body;
 BEGIN
-    v_job := {schema}.take_attempt(p_claim_slot, p_receipt_id, p_job_id, p_run_lease, coalesce(p_cause, p_outcome::text), p_now);
-    IF v_job.job_id IS NOT NULL THEN
-        PERFORM {schema}.finish_job(v_job, p_outcome, p_now, p_error, p_delay, p_progress);
+    IF NOT p_one_by_one THEN
+        PERFORM {schema}.finish_job(p_job, p_outcome, p_now, p_error, p_delay, p_progress);
+        RETURN;
     END IF;
-    RETURN v_job;
+    BEGIN
+        PERFORM {schema}.finish_job(p_job, p_outcome, p_now, p_error, p_delay, p_progress);
+    EXCEPTION WHEN data_exception OR integrity_constraint_violation OR raise_exception OR program_limit_exceeded THEN
+        -- Finishing must succeed somewhere: failed, and what went wrong beside what the handler left.
+        PERFORM {schema}.finish_job(p_job, 'failed', p_now,
+            concat_ws('; ', left(p_error, 1000), format('its outcome (%s) could not be stored: %s', p_outcome, sqlerrm)), NULL, NULL);
+    END;
 END
 $function$;

@@ -28,28 +28,32 @@ LANGUAGE plpgsql AS $function$
 DECLARE
     v_queues text[] := ARRAY(SELECT {schema}.due_queues());
     v_queue text;
-    v_moved integer := 0;
+    v_due {schema}.deferred_jobs[] := '{}';
 BEGIN
     FOREACH v_queue IN ARRAY v_queues LOOP
-        v_moved := v_moved + {schema}.promote_queue(v_queue, greatest(p_limit / cardinality(v_queues), 1));
+        v_due := v_due || {schema}.take_due(v_queue, greatest(p_limit / cardinality(v_queues), 1));
     END LOOP;
-    RETURN v_moved;
+    PERFORM {schema}.make_ready(v_due);
+    RETURN cardinality(v_due);
 END
 $function$;
 
--- Rows that another promotion, or an operator, holds are passed over.
 CREATE FUNCTION {schema}.promote_queue(p_queue text, p_limit integer) RETURNS integer
 LANGUAGE plpgsql AS $function$
 DECLARE
-    v_now timestamptz := clock_timestamp();
+    v_due {schema}.deferred_jobs[] := {schema}.take_due(p_queue, p_limit);
+BEGIN
+    PERFORM {schema}.make_ready(v_due);
+    RETURN cardinality(v_due);
+END
+$function$;
+
+-- Takes what is due out of a queue, the first due first. Rows that another promotion, or an operator, holds are passed over.
+CREATE FUNCTION {schema}.take_due(p_queue text, p_limit integer) RETURNS {schema}.deferred_jobs[]
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_now timestamptz := clock_timestamp();  -- in a variable, so that the index tells where to stop
     v_due {schema}.deferred_jobs[];
-    v_job {schema}.deferred_jobs;
-    v_body {schema}.job_body;
-    v_superseded bigint[] := '{}';
-    v_holder bigint;
-    v_priority smallint;
-    v_lane {schema}.queue_lanes;
-    v_slot smallint;
 BEGIN
     WITH due AS (
         SELECT d.job_id
@@ -62,13 +66,26 @@ BEGIN
     gone AS (
         DELETE FROM {schema}.deferred_jobs AS d USING due WHERE d.job_id = due.job_id RETURNING d.*
     )
-    SELECT array_agg(ROW(g.*)::{schema}.deferred_jobs ORDER BY g.run_at, g.job_id) INTO v_due FROM gone AS g;
-    IF v_due IS NULL THEN
-        RETURN 0;
-    END IF;
+    SELECT coalesce(array_agg(ROW(g.*)::{schema}.deferred_jobs ORDER BY g.run_at, g.job_id), '{}') INTO v_due FROM gone AS g;
+    RETURN v_due;
+END
+$function$;
 
-    -- Keys in their order, as all who take several. The older of two gives way, with the reason.
-    FOR v_job IN SELECT d.* FROM unnest(v_due) AS d WHERE d.unique_key IS NOT NULL ORDER BY d.unique_key, d.job_id LOOP
+-- Makes jobs that were taken out of deferred_jobs ready, in the order given.
+CREATE FUNCTION {schema}.make_ready(p_due {schema}.deferred_jobs[]) RETURNS void
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_now timestamptz := clock_timestamp();
+    v_job {schema}.deferred_jobs;
+    v_body {schema}.job_body;
+    v_superseded bigint[] := '{}';
+    v_holder bigint;
+    v_to record;
+    v_lane {schema}.queue_lanes;
+    v_slot smallint;
+BEGIN
+    -- Keys in their order, as all who take several, of all queues together. The older of two gives way, with the reason.
+    FOR v_job IN SELECT d.* FROM unnest(p_due) AS d WHERE d.unique_key IS NOT NULL ORDER BY d.unique_key, d.job_id LOOP
         v_holder := {schema}.enter_state(v_job.job_id, v_job.unique_key, v_job.unique_states, 'available');
         IF v_holder IS NOT NULL THEN
             v_superseded := v_superseded || v_job.job_id;
@@ -78,19 +95,18 @@ BEGIN
         END IF;
     END LOOP;
 
-    FOR v_priority IN SELECT DISTINCT d.priority FROM unnest(v_due) AS d ORDER BY 1 LOOP
-        v_lane := {schema}.join_lane(p_queue, v_priority);
+    FOR v_to IN SELECT DISTINCT d.queue, d.priority FROM unnest(p_due) AS d ORDER BY 1, 2 LOOP
+        v_lane := {schema}.join_lane(v_to.queue, v_to.priority);
         v_slot := {schema}.pin_ready_slot() & 255;
         INSERT INTO {schema}.ready_entries (
             job_id, lane_seq, run_lease, run_at, created_at, lane_id, ready_slot, attempt, max_attempts, kind, args, tags,
             metadata, errors, progress, unique_key, unique_states)
         SELECT d.job_id, nextval(v_lane.seq), d.run_lease, d.run_at, d.created_at, v_lane.lane_id, v_slot, d.attempt,
                d.max_attempts, d.kind, d.args, d.tags, d.metadata, d.errors, d.progress, d.unique_key, d.unique_states
-        FROM unnest(v_due) AS d
-        WHERE d.priority = v_priority AND d.job_id <> ALL (v_superseded);
+        FROM unnest(p_due) AS d
+        WHERE d.queue = v_to.queue AND d.priority = v_to.priority AND d.job_id <> ALL (v_superseded);
     END LOOP;
-    PERFORM {schema}.wake_queue(p_queue);
-    RETURN cardinality(v_due);
+    PERFORM {schema}.wake_queue(q.queue) FROM (SELECT DISTINCT d.queue FROM unnest(p_due) AS d) AS q;
 END
 $function$;
 

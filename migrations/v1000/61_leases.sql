@@ -162,11 +162,14 @@ BEGIN
     IF p_lease.unique_key IS NULL THEN
         RETURN false;
     END IF;
+    -- Lock: the attempt's state before the key, as whoever ends an attempt.
+    PERFORM FROM {schema}.attempt_state AS s WHERE s.job_id = p_lease.job_id FOR UPDATE;
     v_holder := {schema}.enter_state(p_lease.job_id, p_lease.unique_key, p_lease.unique_states, p_state);
     IF v_holder IS NULL THEN
         RETURN false;
     END IF;
-    PERFORM {schema}.finish_job({schema}.take_lease(p_lease.receipt_id, p_lease.job_id, p_lease.run_lease), 'cancelled',
+    PERFORM {schema}.finish_job(
+        {schema}.forget_attempt({schema}.take_lease(p_lease.receipt_id, p_lease.job_id, p_lease.run_lease)), 'cancelled',
         clock_timestamp(), {schema}.superseded_by(v_holder), NULL, NULL);
     RETURN true;
 END
@@ -229,6 +232,7 @@ LANGUAGE plpgsql AS $function$
 DECLARE
     v_now timestamptz := clock_timestamp();
     v_lease {schema}.leases;
+    v_job {schema}.job_body;
 BEGIN
     IF p_action IS NULL OR p_action NOT IN ('complete', 'fail', 'retry', 'resume') THEN
         RAISE EXCEPTION 'action must be complete, fail, retry or resume, not %', coalesce(p_action, 'null')
@@ -264,11 +268,12 @@ BEGIN
     IF p_payload IS NOT NULL THEN
         v_lease.metadata := coalesce(v_lease.metadata, '{}') || jsonb_build_object('_awa_callback_result', p_payload);
     END IF;
+    v_job := {schema}.forget_attempt({schema}.job_of_lease(v_lease));
     IF p_action = 'retry' THEN
         -- As 0.5 does it, and as an operator's retry: now, with all its attempts.
-        state := {schema}.restart_job({schema}.job_of_lease(v_lease), p_error, v_now);
+        state := {schema}.restart_job(v_job, p_error, v_now);
     ELSE
-        state := {schema}.finish_job({schema}.job_of_lease(v_lease),
+        state := {schema}.finish_job(v_job,
             CASE p_action WHEN 'complete' THEN 'completed' ELSE 'failed' END::{schema}.job_state, v_now,
             CASE p_action WHEN 'fail' THEN coalesce(p_error, 'failed by its callback') END, NULL, NULL);
     END IF;
@@ -277,17 +282,12 @@ BEGIN
 END
 $function$;
 
--- Gives a job whose attempt was just taken from it all its attempts again, at once.
+-- Gives a job whose attempt was just taken and forgotten all its attempts again, at once.
 CREATE FUNCTION {schema}.restart_job(p_job {schema}.job_body, p_error text, p_now timestamptz) RETURNS {schema}.job_state
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_holder bigint;
-    v_live_progress jsonb;
 BEGIN
-    DELETE FROM {schema}.attempt_state AS s
-    WHERE s.job_id = p_job.job_id AND s.run_lease <= p_job.run_lease
-    RETURNING CASE WHEN s.run_lease = p_job.run_lease THEN s.progress END INTO v_live_progress;
-    p_job.progress := coalesce(v_live_progress, p_job.progress);
     p_job.errors := {schema}.with_error(p_job.errors, p_job.attempt + 1, p_error, p_now);
     p_job.attempt := 0;
     p_job.run_at := p_now;
@@ -328,23 +328,32 @@ END
 $function$;
 
 -- Of the places of a call to complete that lost by their receipt: completes those whose attempt is a lease, and returns the
--- rest. The caller holds the claim batches' locks.
+-- rest. The caller holds the claim batches' locks, and has not touched a unique key yet.
 CREATE FUNCTION {schema}.complete_leases(
     p_places integer[], p_receipt_ids bigint[], p_job_ids bigint[], p_run_leases bigint[], p_now timestamptz
 ) RETURNS integer[]
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_place integer;
+    v_nth integer;
     v_job {schema}.job_body;
+    v_jobs {schema}.job_body[] := '{}';
+    v_keys bytea[] := '{}';
     v_lost integer[] := '{}';
 BEGIN
+    -- Lock: the rows, by job, all of them before the first key.
     FOREACH v_place IN ARRAY ARRAY(SELECT p FROM unnest(p_places) AS p ORDER BY p_job_ids[p]) LOOP
-        v_job := {schema}.take_lease(p_receipt_ids[v_place], p_job_ids[v_place], p_run_leases[v_place]);
+        v_job := {schema}.forget_attempt(
+            {schema}.take_lease(p_receipt_ids[v_place], p_job_ids[v_place], p_run_leases[v_place]));
         IF v_job.job_id IS NULL THEN
             v_lost := v_lost || v_place;
         ELSE
-            PERFORM {schema}.finish_job(v_job, 'completed', p_now, NULL, NULL, NULL);
+            v_jobs := v_jobs || v_job;
+            v_keys := v_keys || v_job.unique_key;
         END IF;
+    END LOOP;
+    FOR v_nth IN SELECT k.nth FROM unnest(v_keys) WITH ORDINALITY AS k (unique_key, nth) ORDER BY k.unique_key, k.nth LOOP
+        PERFORM {schema}.finish_job(v_jobs[v_nth], 'completed', p_now, NULL, NULL, NULL);
     END LOOP;
     RETURN v_lost;
 END

@@ -114,22 +114,39 @@ BEGIN
 END
 $template$);
 
--- Closes what a scan found, but not the attempts of a batch that somebody else is writing to, nor (p_silent_since) those that
--- gave a sign of life since the scan. Returns how many it closed.
-CREATE FUNCTION {schema}.rescue_attempts(
-    p_slot smallint, p_scan {schema}.rescue_scan, p_silent_since timestamptz, p_error text, p_cause text
-) RETURNS integer
+-- Attempts that a rescue is to end, whose locks it holds; claim_slots[n] is NULL for a lease.
+CREATE TYPE {schema}.rescue_found AS (
+    claim_slots smallint[],
+    receipt_ids bigint[],
+    job_ids     bigint[],
+    run_leases  bigint[],
+    sweeps      text[]     -- by which sweep: stale, deadline, callback
+);
+
+CREATE FUNCTION {schema}.found_more(p_found {schema}.rescue_found, p_more {schema}.rescue_found) RETURNS {schema}.rescue_found
+LANGUAGE plpgsql IMMUTABLE AS $function$
+BEGIN
+    p_found.claim_slots := p_found.claim_slots || p_more.claim_slots;
+    p_found.receipt_ids := p_found.receipt_ids || p_more.receipt_ids;
+    p_found.job_ids := p_found.job_ids || p_more.job_ids;
+    p_found.run_leases := p_found.run_leases || p_more.run_leases;
+    p_found.sweeps := p_found.sweeps || p_more.sweeps;
+    RETURN p_found;
+END
+$function$;
+
+-- Locks what a scan found, but not the attempts of a batch that somebody else is writing to, nor (p_silent_since) those that
+-- gave a sign of life since the scan.
+CREATE FUNCTION {schema}.lock_found(p_slot smallint, p_scan {schema}.rescue_scan, p_silent_since timestamptz, p_sweep text)
+RETURNS {schema}.rescue_found
 LANGUAGE plpgsql AS $function$
 DECLARE
-    v_receipts bigint[];
-    v_jobs bigint[];
-    v_leases bigint[];
-    v_lost integer[];
+    v_found {schema}.rescue_found;
 BEGIN
     -- Lock: as complete's, but not waited for: whoever holds it may be the worker that is late and not lost.
     SELECT array_agg(i.receipt_id ORDER BY i.receipt_id), array_agg(i.job_id ORDER BY i.receipt_id),
            array_agg(i.run_lease ORDER BY i.receipt_id)
-    INTO v_receipts, v_jobs, v_leases
+    INTO v_found.receipt_ids, v_found.job_ids, v_found.run_leases
     FROM unnest(p_scan.receipt_ids, p_scan.job_ids, p_scan.run_leases) AS i (receipt_id, job_id, run_lease)
     JOIN (
         SELECT k.batch_id,
@@ -137,44 +154,34 @@ BEGIN
         FROM (SELECT DISTINCT r >> 10 AS batch_id FROM unnest(p_scan.receipt_ids) AS r OFFSET 0) AS k
     ) AS b ON b.batch_id = i.receipt_id >> 10 AND b.ours;
     -- Proof, again under the lock that a heartbeat takes; the fences are checked again by close.
-    SELECT array_agg(i.receipt_id ORDER BY i.receipt_id), array_agg(i.job_id ORDER BY i.receipt_id),
-           array_agg(i.run_lease ORDER BY i.receipt_id)
-    INTO v_receipts, v_jobs, v_leases
-    FROM unnest(v_receipts, v_jobs, v_leases) AS i (receipt_id, job_id, run_lease)
+    SELECT array_agg(p_slot ORDER BY i.receipt_id), array_agg(i.receipt_id ORDER BY i.receipt_id),
+           array_agg(i.job_id ORDER BY i.receipt_id), array_agg(i.run_lease ORDER BY i.receipt_id),
+           array_agg(p_sweep ORDER BY i.receipt_id)
+    INTO v_found
+    FROM unnest(v_found.receipt_ids, v_found.job_ids, v_found.run_leases) AS i (receipt_id, job_id, run_lease)
     WHERE NOT EXISTS (
         SELECT FROM {schema}.attempt_state AS s
         WHERE s.job_id = i.job_id AND s.run_lease = i.run_lease AND s.heartbeat_at > p_silent_since);
-    IF v_receipts IS NULL THEN
-        RETURN 0;
-    END IF;
-    SELECT coalesce(array_agg(c.place), '{}') INTO v_lost
-    FROM {schema}.close_attempts(
-        array_fill(p_slot, ARRAY[cardinality(v_receipts)]), v_receipts, v_jobs, v_leases,
-        array_fill('retryable'::{schema}.job_state, ARRAY[cardinality(v_receipts)]),
-        array_fill(p_error, ARRAY[cardinality(v_receipts)]), NULL, NULL, p_cause) AS c;
-    PERFORM {schema}.signal_attempt(v_jobs[n], v_leases[n], 'over')
-    FROM generate_series(1, cardinality(v_jobs)) AS n
-    WHERE n <> ALL (v_lost);
-    RETURN cardinality(v_receipts) - cardinality(v_lost);
+    RETURN v_found;
 END
 $function$;
 
 -- One sweep over the claim ring. p_sweep: stale (claimed up to p_cutoff and no heartbeat since) or deadline (due up to it).
--- Looks at p_limit batches a slot at most, and at no further slot once it closed as many attempts: their locks are held to the
--- end of the transaction, and the lock table is of a fixed size. Returns how many attempts it closed.
-CREATE FUNCTION {schema}.rescue_claims(p_sweep text, p_cutoff timestamptz, p_limit integer, p_error text, p_cause text) RETURNS integer
+-- Looks at p_limit batches a slot at most, and at no further slot once it found as many attempts: their locks are held to the
+-- end of the transaction, and the lock table is of a fixed size.
+CREATE FUNCTION {schema}.find_lost_claims(p_sweep text, p_cutoff timestamptz, p_limit integer) RETURNS {schema}.rescue_found
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_slot record;
     v_cursor regclass;
     v_scan {schema}.rescue_scan;
     v_after bigint;
-    v_rescued integer := 0;
+    v_found {schema}.rescue_found;
 BEGIN
     -- Every slot: a rotator that died may have promised one that counts as pruned, and claims are in it.
     -- In no order, so that those that end many come to no slot's cost.
     FOR v_slot IN SELECT s.slot, s.opened_at FROM {schema}.ring_slots('claim') AS s ORDER BY random() LOOP
-        EXIT WHEN v_rescued >= p_limit;
+        EXIT WHEN cardinality(v_found.receipt_ids) >= p_limit;
         -- Whatever is in a slot is younger than its opening.
         CONTINUE WHEN p_sweep = 'stale' AND v_slot.opened_at > p_cutoff;
         v_cursor := {schema}.rescue_cursor(v_slot.slot, p_sweep);
@@ -184,8 +191,8 @@ BEGIN
             ELSE {schema}.deadline_scan_in(v_slot.slot, v_after, p_cutoff, p_limit)
         END;
         IF v_scan.receipt_ids IS NOT NULL THEN
-            v_rescued := v_rescued + {schema}.rescue_attempts(v_slot.slot, v_scan,
-                CASE p_sweep WHEN 'stale' THEN p_cutoff END, p_error, p_cause);
+            v_found := {schema}.found_more(v_found,
+                {schema}.lock_found(v_slot.slot, v_scan, CASE p_sweep WHEN 'stale' THEN p_cutoff END, p_sweep));
         END IF;
         -- Only over what was closed or alive when it was read; at the end, from the start again.
         IF v_scan.visited < p_limit AND v_scan.receipt_ids IS NULL THEN
@@ -196,20 +203,19 @@ BEGIN
             PERFORM setval(v_cursor, greatest(v_scan.passable, 0));
         END IF;
     END LOOP;
-    RETURN v_rescued;
+    RETURN v_found;
 END
 $function$;
 
--- Ends leases for a reason; one that cannot be stored as it should costs only itself. Rows that somebody works on are passed over.
-CREATE FUNCTION {schema}.rescue_leases(p_sweep text, p_cutoff timestamptz, p_limit integer, p_error text) RETURNS integer
+-- Leases to end. Rows that somebody works on are passed over.
+CREATE FUNCTION {schema}.find_lost_leases(p_sweep text, p_cutoff timestamptz, p_limit integer) RETURNS {schema}.rescue_found
 LANGUAGE plpgsql AS $function$
 DECLARE
-    v_now timestamptz := clock_timestamp();
-    v_lease {schema}.leases;
-    v_rescued integer := 0;
+    v_found {schema}.rescue_found;
 BEGIN
-    FOR v_lease IN
-        SELECT l.*
+    -- Lock: the rows, without waiting.
+    WITH lost AS (
+        SELECT l.receipt_id, l.job_id, l.run_lease
         FROM {schema}.leases AS l
         WHERE CASE p_sweep
             WHEN 'stale' THEN l.state = 'running' AND l.alive_at <= p_cutoff AND NOT EXISTS (
@@ -221,41 +227,87 @@ BEGIN
         ORDER BY l.job_id
         LIMIT p_limit
         FOR UPDATE SKIP LOCKED
-    LOOP
-        BEGIN
-            PERFORM {schema}.finish_job(
-                {schema}.take_lease(v_lease.receipt_id, v_lease.job_id, v_lease.run_lease), 'retryable', v_now, p_error, NULL, NULL);
-        EXCEPTION WHEN data_exception OR integrity_constraint_violation OR raise_exception OR program_limit_exceeded THEN
-            PERFORM {schema}.finish_job(
-                {schema}.take_lease(v_lease.receipt_id, v_lease.job_id, v_lease.run_lease), 'failed', v_now,
-                format('%s; it could not be stored for a retry: %s', p_error, sqlerrm), NULL, NULL);
-        END;
-        PERFORM {schema}.signal_attempt(v_lease.job_id, v_lease.run_lease, 'over');
-        v_rescued := v_rescued + 1;
-    END LOOP;
-    RETURN v_rescued;
+    )
+    SELECT array_agg(l.receipt_id ORDER BY l.job_id), array_agg(l.job_id ORDER BY l.job_id), array_agg(l.run_lease ORDER BY l.job_id)
+    INTO v_found.receipt_ids, v_found.job_ids, v_found.run_leases
+    FROM lost AS l;
+    -- Proof, again under the lock that a heartbeat takes: one may have come between the look at it and the row's lock.
+    SELECT array_agg(NULL::smallint), array_agg(i.receipt_id ORDER BY i.job_id), array_agg(i.job_id ORDER BY i.job_id),
+           array_agg(i.run_lease ORDER BY i.job_id), array_agg(p_sweep)
+    INTO v_found
+    FROM unnest(v_found.receipt_ids, v_found.job_ids, v_found.run_leases) AS i (receipt_id, job_id, run_lease)
+    WHERE p_sweep <> 'stale' OR NOT EXISTS (
+        SELECT FROM {schema}.attempt_state AS s
+        WHERE s.job_id = i.job_id AND s.run_lease = i.run_lease AND s.heartbeat_at > p_cutoff);
+    RETURN v_found;
 END
 $function$;
 
--- One pass of every rescue, by the database's clock (I7). p_stale_after is how long a worker may be silent.
+-- One pass of every rescue, or of those named, by the database's clock (I7). p_stale_after is how long a worker may be silent.
+-- An attempt that is both silent and late ends once, for the reason that comes first.
 CREATE FUNCTION {schema}.rescue(
-    p_stale_after interval DEFAULT '90 seconds', p_limit integer DEFAULT 500,
+    p_stale_after interval DEFAULT '90 seconds', p_limit integer DEFAULT 500, p_sweeps text[] DEFAULT '{stale,deadline,callback}',
     OUT stale integer, OUT deadline integer, OUT callback_timeout integer
 )
 LANGUAGE plpgsql AS $function$
 DECLARE
-    c_lost constant text := format('the worker was lost: no sign of life for %s', p_stale_after);
-    c_late constant text := 'deadline exceeded';
+    v_sweep text;
+    v_cutoff timestamptz;
+    v_found {schema}.rescue_found;
+    v_lost integer[];
 BEGIN
     IF p_stale_after IS NULL OR p_stale_after < interval '0' THEN
         RAISE EXCEPTION 'stale_after must not be negative, not %', coalesce(p_stale_after::text, 'null')
             USING ERRCODE = 'check_violation', COLUMN = 'stale_after';
+    ELSIF NOT p_sweeps <@ ARRAY['stale', 'deadline', 'callback'] THEN
+        RAISE EXCEPTION 'sweeps must be of stale, deadline and callback, not %', array_to_string(p_sweeps, ', ')
+            USING ERRCODE = 'check_violation', COLUMN = 'sweeps';
     END IF;
-    stale := {schema}.rescue_claims('stale', clock_timestamp() - p_stale_after, p_limit, c_lost, 'stale')
-        + {schema}.rescue_leases('stale', clock_timestamp() - p_stale_after, p_limit, c_lost);
-    deadline := {schema}.rescue_claims('deadline', clock_timestamp(), p_limit, c_late, 'deadline_expired')
-        + {schema}.rescue_leases('deadline', clock_timestamp(), p_limit, c_late);
-    callback_timeout := {schema}.rescue_leases('callback', clock_timestamp(), p_limit, 'the callback timed out');
+    -- Lock: all that is to be ended, by every sweep, before any of it is: keys come after rows.
+    FOREACH v_sweep IN ARRAY p_sweeps LOOP
+        v_cutoff := clock_timestamp() - CASE v_sweep WHEN 'stale' THEN p_stale_after ELSE interval '0' END;
+        IF v_sweep <> 'callback' THEN
+            v_found := {schema}.found_more(v_found, {schema}.find_lost_claims(v_sweep, v_cutoff, p_limit));
+        END IF;
+        v_found := {schema}.found_more(v_found, {schema}.find_lost_leases(v_sweep, v_cutoff, p_limit));
+    END LOOP;
+    v_lost := {schema}.end_found(v_found, p_stale_after);
+
+    SELECT count(*) FILTER (WHERE f.sweep = 'stale'), count(*) FILTER (WHERE f.sweep = 'deadline'),
+           count(*) FILTER (WHERE f.sweep = 'callback')
+    INTO stale, deadline, callback_timeout
+    FROM unnest(v_found.sweeps) WITH ORDINALITY AS f (sweep, place)
+    WHERE f.place <> ALL (v_lost);
+    PERFORM {schema}.signal_attempt(f.job_id, f.run_lease, 'over')
+    FROM unnest(v_found.job_ids, v_found.run_leases) WITH ORDINALITY AS f (job_id, run_lease, place)
+    WHERE f.place <> ALL (v_lost);
+END
+$function$;
+
+-- Ends what was found, each to be retried. Returns the places of those that had ended before.
+CREATE FUNCTION {schema}.end_found(p_found {schema}.rescue_found, p_stale_after interval) RETURNS integer[]
+LANGUAGE plpgsql AS $function$
+DECLARE
+    c_lost constant text := format('the worker was lost: no sign of life for %s', p_stale_after);
+    v_errors text[];
+    v_causes text[];
+BEGIN
+    IF p_found.receipt_ids IS NULL THEN
+        RETURN '{}';
+    END IF;
+    SELECT array_agg(CASE f.sweep
+               WHEN 'stale' THEN c_lost
+               WHEN 'deadline' THEN 'deadline exceeded'
+               ELSE 'the callback timed out'
+           END ORDER BY f.place),
+           array_agg(CASE f.sweep WHEN 'deadline' THEN 'deadline_expired' ELSE f.sweep END ORDER BY f.place)
+    INTO v_errors, v_causes
+    FROM unnest(p_found.sweeps) WITH ORDINALITY AS f (sweep, place);
+    RETURN ARRAY(
+        SELECT c.place
+        FROM {schema}.close_locked(
+            p_found.claim_slots, p_found.receipt_ids, p_found.job_ids, p_found.run_leases,
+            array_fill('retryable'::{schema}.job_state, ARRAY[cardinality(v_errors)]), v_errors, NULL, NULL, v_causes) AS c);
 END
 $function$;
 

@@ -208,14 +208,10 @@ BEGIN
         CASE p_operation
             WHEN 'cancel' THEN
                 IF p_place.place IN ('claim', 'lease') THEN
-                    PERFORM {schema}.finish_job(v_job, 'cancelled', v_now, coalesce(p_reason, 'cancelled by an operator'), NULL, NULL);
+                    PERFORM {schema}.finish_job({schema}.forget_attempt(v_job), 'cancelled', v_now, coalesce(p_reason, 'cancelled by an operator'), NULL, NULL);
                     PERFORM {schema}.signal_attempt(v_job.job_id, v_job.run_lease, 'cancelled');
                 ELSE
-                    v_job.errors := {schema}.with_error(v_job.errors, v_job.attempt, p_reason, v_now);
-                    IF v_job.unique_key IS NOT NULL THEN
-                        PERFORM {schema}.enter_state(v_job.job_id, v_job.unique_key, v_job.unique_states, 'cancelled');
-                    END IF;
-                    PERFORM {schema}.store_done(v_job, 'cancelled', v_now);
+                    PERFORM {schema}.cancel_body(v_job, p_reason, v_now);
                 END IF;
             WHEN 'retry' THEN
                 v_job.run_at := v_now;

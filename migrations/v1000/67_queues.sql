@@ -70,18 +70,20 @@ DECLARE
     v_now timestamptz := clock_timestamp();
     v_lane {schema}.queue_lanes;
     v_slot smallint;
-    v_jobs {schema}.job_body[];
+    v_jobs {schema}.job_body[] := '{}';
+    v_withdrawn {schema}.job_body[];
     v_deferred {schema}.deferred_jobs[];
     v_left integer := p_limit;
 BEGIN
+    -- Lock: the lanes and the rows, in their order, before the keys. Nobody else waits for two lanes.
     FOR v_lane IN SELECT l.* FROM {schema}.queue_lanes AS l WHERE l.queue = p_queue ORDER BY l.lane_id LOOP
         FOR v_slot IN SELECT s.slot FROM {schema}.ready_slots_from(0) AS s LOOP
             EXIT WHEN v_left <= 0;
-            SELECT array_agg(w.*) INTO v_jobs
+            SELECT array_agg(w.*) INTO v_withdrawn
             FROM {schema}.withdraw_ready(v_lane.lane_id, {schema}.unclaimed_seqs(v_slot, v_lane, v_left)) AS w;
-            CONTINUE WHEN v_jobs IS NULL;
-            PERFORM {schema}.cancel_bodies(v_jobs, p_reason, v_now);
-            v_left := v_left - cardinality(v_jobs);
+            CONTINUE WHEN v_withdrawn IS NULL;
+            v_jobs := v_jobs || v_withdrawn;
+            v_left := v_left - cardinality(v_withdrawn);
         END LOOP;
     END LOOP;
     IF v_left > 0 THEN
@@ -93,10 +95,11 @@ BEGIN
         )
         SELECT array_agg(ROW(g.*)::{schema}.deferred_jobs) INTO v_deferred FROM gone AS g;
         IF v_deferred IS NOT NULL THEN
-            PERFORM {schema}.cancel_bodies(ARRAY(SELECT {schema}.job_of_deferred(d) FROM unnest(v_deferred) AS d), p_reason, v_now);
+            v_jobs := v_jobs || ARRAY(SELECT {schema}.job_of_deferred(d) FROM unnest(v_deferred) AS d);
             v_left := v_left - cardinality(v_deferred);
         END IF;
     END IF;
+    PERFORM {schema}.cancel_bodies(v_jobs, p_reason, v_now);
     RETURN p_limit - v_left;
 END
 $function$;
@@ -133,11 +136,24 @@ DECLARE
     v_job {schema}.job_body;
 BEGIN
     FOREACH v_job IN ARRAY p_jobs LOOP
-        v_job.errors := {schema}.with_error(v_job.errors, v_job.attempt, p_reason, p_now);
-        IF v_job.unique_key IS NOT NULL THEN
-            PERFORM {schema}.enter_state(v_job.job_id, v_job.unique_key, v_job.unique_states, 'cancelled');
+        IF v_job.unique_key IS NULL THEN
+            PERFORM {schema}.cancel_body(v_job, p_reason, p_now);
         END IF;
-        PERFORM {schema}.store_done(v_job, 'cancelled', p_now);
     END LOOP;
+    -- Keys in their order, as all who change several.
+    FOR v_job IN SELECT j.* FROM unnest(p_jobs) AS j WHERE j.unique_key IS NOT NULL ORDER BY j.unique_key, j.job_id LOOP
+        PERFORM {schema}.cancel_body(v_job, p_reason, p_now);
+    END LOOP;
+END
+$function$;
+
+CREATE FUNCTION {schema}.cancel_body(p_job {schema}.job_body, p_reason text, p_now timestamptz) RETURNS void
+LANGUAGE plpgsql AS $function$
+BEGIN
+    p_job.errors := {schema}.with_error(p_job.errors, p_job.attempt, p_reason, p_now);
+    IF p_job.unique_key IS NOT NULL THEN
+        PERFORM {schema}.enter_state(p_job.job_id, p_job.unique_key, p_job.unique_states, 'cancelled');
+    END IF;
+    PERFORM {schema}.store_done(p_job, 'cancelled', p_now);
 END
 $function$;

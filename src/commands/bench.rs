@@ -12,8 +12,9 @@ use serde::Serialize;
 use super::exit::{CommandError, ExitCode};
 use super::output::{Table, human_duration, thousands};
 use super::progress::{embedded_progress, phase_bar};
+use super::values::whole;
 use super::{Access, Context};
-use crate::engine::bench::{self, Ceiling, Progress, Scenario, Summary};
+use crate::engine::bench::{self, Ceiling, Progress, SHIPPED, Scenario, Shipped, Summary};
 use crate::engine::embedded::{Embedded, Options};
 use crate::engine::migrations::MIGRATIONS;
 use crate::engine::worker::open;
@@ -21,49 +22,74 @@ use crate::engine::{Schema, Target, migrate};
 
 /// Measure the queue on this machine
 ///
-/// Without --database-url or --context, on a private PostgreSQL with shared_buffers=256MB and max_connections=300 that is made for the run and
-/// removed after it.
+/// Without --database-url or --context, on a private PostgreSQL with shared_buffers=256MB and max_connections=300 that is made
+/// for the run and removed after it; with --embedded=DIR on one with the same settings that stays in DIR.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     #[command(subcommand)]
     command: Command,
+}
 
+#[derive(Debug, clap::Args)]
+struct Where {
     /// Name of the database, for one that holds somebody's tables or jobs
-    #[arg(long, global = true, value_name = "NAME")]
+    #[arg(long, value_name = "NAME")]
     allow_target: Option<String>,
 }
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Run a scenario file and judge it by its checks
+    /// Run a scenario and judge it by its checks
     Run {
-        file: PathBuf,
+        /// One that is built in, see `bench list`, or a file
+        #[arg(value_name = "NAME|FILE")]
+        scenario: String,
         /// Multiply every duration, count and depth
-        #[arg(long, default_value_t = 1.0)]
+        #[arg(long, default_value_t = 1.0, value_parser = scale)]
         time_scale: f64,
         /// Folder for summary.json
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
+        #[command(flatten)]
+        on: Where,
     },
     /// What the server does at best with the same rows and no queue
     Ceiling {
-        #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=600))]
+        /// How long
+        #[arg(long, default_value_t = 5, value_parser = whole::<u64>(1, 600))]
         seconds: u64,
-        #[arg(long, default_value_t = 256)]
+        /// Size of the arguments
+        #[arg(long, default_value_t = 256, value_parser = whole::<usize>(0, 1_000_000))]
         payload_bytes: usize,
+        #[command(flatten)]
+        on: Where,
     },
-    /// The scenarios of a folder
+    /// The scenarios that are built in, and those of a folder
     List {
-        #[arg(default_value = "scenarios")]
-        dir: PathBuf,
+        /// A folder of scenario files
+        dir: Option<PathBuf>,
     },
+    /// Print a scenario that is built in, to make another of
+    Show {
+        /// See `bench list`
+        name: String,
+    },
+}
+
+fn scale(text: &str) -> Result<f64, String> {
+    let scale = text.parse().ok().filter(|scale| *scale > 0.0 && *scale <= 100.0);
+    scale.ok_or_else(|| "it must be a number above 0 and at most 100; 0.1 is a tenth".into())
 }
 
 pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
     match args.command {
-        Command::List { dir } => list(&dir, context),
-        Command::Ceiling { seconds, payload_bytes } => {
-            let bench = Bench::start(context, args.allow_target.as_deref()).await?;
+        Command::List { dir } => list(dir.as_deref(), context),
+        Command::Show { name } => {
+            context.output.raw(shipped(&name)?.text.as_bytes())?;
+            Ok(ExitCode::Done)
+        }
+        Command::Ceiling { seconds, payload_bytes, on } => {
+            let bench = Bench::start(context, on.allow_target.as_deref()).await?;
             let outcome = bench::ceiling(&bench.target, payload_bytes, Duration::from_secs(seconds)).await;
             bench.end().await?;
             context.output.print(&outcome?, |c: &Ceiling| {
@@ -74,17 +100,9 @@ pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
             })?;
             Ok(ExitCode::Done)
         }
-        Command::Run { file, time_scale, out } => {
-            if !(time_scale > 0.0 && time_scale <= 100.0) {
-                return Err(CommandError::usage(
-                    "--time-scale is not usable",
-                    "it must be above 0 and at most 100",
-                    "0.1 is a tenth",
-                )
-                .into());
-            }
-            let scenario = read(&file)?.scaled(time_scale);
-            let bench = Bench::start(context, args.allow_target.as_deref()).await?;
+        Command::Run { scenario, time_scale, out, on } => {
+            let scenario = scenario_of(&scenario)?.scaled(time_scale);
+            let bench = Bench::start(context, on.allow_target.as_deref()).await?;
             let phases = Phases::new(context);
             let outcome = bench::run(&bench.target, &scenario, &|progress| phases.show(progress)).await;
             phases.end();
@@ -106,9 +124,35 @@ fn read(file: &Path) -> anyhow::Result<Scenario> {
         CommandError::usage(
             "the scenario is not usable",
             e.to_string(),
-            "the files under scenarios/ show what one may hold",
+            "`awactl bench show NAME` shows what one may hold",
         )
     })?)
+}
+
+fn shipped(name: &str) -> anyhow::Result<&'static Shipped> {
+    Ok(SHIPPED.iter().find(|shipped| shipped.name == name).ok_or_else(|| {
+        let names: Vec<&str> = SHIPPED.iter().map(|shipped| shipped.name).collect();
+        CommandError::usage(
+            format!("there is no scenario {name}"),
+            format!("built in are {}", names.join(", ")),
+            "name one of them, or for `bench run` a file",
+        )
+    })?)
+}
+
+/// A name without a folder and an ending is one that is built in.
+fn scenario_of(named: &str) -> anyhow::Result<Scenario> {
+    let path = Path::new(named);
+    if path.extension().is_some() || path.components().count() != 1 {
+        return read(path);
+    }
+    let shipped = shipped(named)?;
+    Ok(Scenario::parse(shipped.text, shipped.name)?)
+}
+
+/// What every figure in docs/benchmarks.md was made with.
+fn settings() -> Vec<(String, String)> {
+    [("shared_buffers", "256MB"), ("max_connections", "300")].map(|(name, value)| (name.into(), value.into())).to_vec()
 }
 
 /// The server a bench runs on.
@@ -119,10 +163,12 @@ struct Bench {
 
 impl Bench {
     async fn start(context: &Context, allowed: Option<&str>) -> anyhow::Result<Self> {
+        context.embed_with(settings());
         let (target, server) = if context.names_a_target() || context.is_embedded() {
             (context.target(Access::Change).await?.target.clone(), None)
         } else {
-            let mut options = Options::ephemeral().setting("shared_buffers", "256MB").setting("max_connections", "300");
+            let mut options = Options::ephemeral();
+            options.settings = settings();
             options.progress = Some(embedded_progress(context.shows_progress()));
             let server = Embedded::start(options).await?;
             (Target::parse(&server.url(), Schema::default(), "bench", &|_| None)?, Some(server))
@@ -206,12 +252,39 @@ fn number(value: f64) -> String {
 
 #[derive(Serialize)]
 struct Listed {
-    file: String,
     name: String,
     description: String,
+    built_in: bool,
+    /// Where it is, if it is not built in.
+    file: Option<String>,
 }
 
-fn list(dir: &Path, context: &Context) -> anyhow::Result<ExitCode> {
+fn list(dir: Option<&Path>, context: &Context) -> anyhow::Result<ExitCode> {
+    let mut listed = Vec::new();
+    for shipped in SHIPPED {
+        let Scenario { name, description, .. } = Scenario::parse(shipped.text, shipped.name)?;
+        listed.push(Listed { name, description, built_in: true, file: None });
+    }
+    for file in dir.map(files_of).transpose()?.unwrap_or_default() {
+        let Scenario { name, description, .. } = read(&file)?;
+        listed.push(Listed { name, description, built_in: false, file: Some(file.display().to_string()) });
+    }
+    context.output.print(&listed, |listed| {
+        let mut table = Table::new(&["scenario", "from", "what"]);
+        for l in listed {
+            let (scenario, from) = match &l.file {
+                Some(file) => (file, "a file"),
+                None => (&l.name, "built in"),
+            };
+            table.row([scenario.clone(), from.to_owned(), l.description.clone()]);
+        }
+        table
+    })?;
+    Ok(ExitCode::Done)
+}
+
+/// The scenario files of a folder.
+fn files_of(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let entries = std::fs::read_dir(dir).map_err(|e| {
         CommandError::usage(
             format!("{} cannot be read", dir.display()),
@@ -222,21 +295,5 @@ fn list(dir: &Path, context: &Context) -> anyhow::Result<ExitCode> {
     let mut files: Vec<PathBuf> = entries.filter_map(|e| Some(e.ok()?.path())).collect();
     files.retain(|f| f.extension().is_some_and(|e| e == "yaml"));
     files.sort();
-    let mut listed = Vec::new();
-    for file in files {
-        let scenario = read(&file)?;
-        listed.push(Listed {
-            file: file.display().to_string(),
-            name: scenario.name,
-            description: scenario.description,
-        });
-    }
-    context.output.print(&listed, |listed| {
-        let mut table = Table::new(&["file", "what"]).when_empty("no scenario here");
-        for l in listed {
-            table.row([l.file.clone(), l.description.clone()]);
-        }
-        table
-    })?;
-    Ok(ExitCode::Done)
+    Ok(files)
 }

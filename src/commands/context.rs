@@ -2,6 +2,7 @@
 
 use std::io::{self, IsTerminal as _, Write as _};
 use std::path::PathBuf;
+use std::sync::OnceLock;
 
 use tokio::sync::OnceCell;
 
@@ -25,6 +26,7 @@ pub struct Context {
     target: OnceCell<Resolved>,
     /// The private server of `--embedded`, for as long as the command runs.
     embedded: OnceCell<Embedded>,
+    embedded_settings: OnceLock<Vec<(String, String)>>,
 }
 
 impl Context {
@@ -35,6 +37,7 @@ impl Context {
             global,
             target: OnceCell::new(),
             embedded: OnceCell::new(),
+            embedded_settings: OnceLock::new(),
         }
     }
 
@@ -54,11 +57,22 @@ impl Context {
     }
 
     async fn start_embedded(&self, dir: Option<PathBuf>) -> anyhow::Result<Resolved> {
-        let options = Options { dir, progress: Some(embedded_progress(self.shows_progress())), ..Options::default() };
+        let options = Options {
+            dir,
+            settings: self.embedded_settings.get().cloned().unwrap_or_default(),
+            progress: Some(embedded_progress(self.shows_progress())),
+            ..Options::default()
+        };
         let server = self.embedded.get_or_try_init(|| Embedded::start(options)).await?;
         let env = |name: &str| std::env::var(name).ok();
         let target = Target::parse(&server.url(), self.schema(&env)?, "--embedded", &|_| None)?;
         Ok(Resolved { target, production: None })
+    }
+
+    /// Settings for the server of `--embedded`; to be said before it is first asked for.
+    pub fn embed_with(&self, settings: Vec<(String, String)>) {
+        // Said again, the first ones count, as the server has them.
+        let _ = self.embedded_settings.set(settings);
     }
 
     fn schema(&self, env: Env<'_>) -> anyhow::Result<Schema> {

@@ -5,7 +5,8 @@ use clap::Subcommand;
 use serde::Serialize;
 
 use super::exit::{CommandError, ExitCode};
-use super::output::{Table, thousands};
+use super::output::{Table, short_time, thousands};
+use super::values::whole;
 use super::{Access, Context};
 use crate::engine::cron::{self, CronJob, Definition, Put};
 use crate::engine::enqueue::{DEFAULT_MAX_ATTEMPTS, DEFAULT_PRIORITY, DEFAULT_QUEUE};
@@ -50,10 +51,11 @@ enum Command {
 ///
 /// The schedule is a cron expression: minute, hour, day of month, month, day of week; seconds may stand before them. With
 /// both kinds of day given, either is enough. In a zone with daylight saving a time that the clock skips comes due when it
-/// has jumped, and a time that it shows twice comes due the first time only; a schedule for every hour of the day (such as
-/// */15 * * * *) goes by the time that passes.
+/// has jumped, and a time that it shows twice comes due the first time only. A schedule for every hour of the day (such as
+/// 0 * * * * or */15 * * * *) goes by the time that passes instead: it comes due in both passes of a doubled hour.
 #[derive(Debug, clap::Args)]
 struct AddArgs {
+    /// Name of the cron job
     name: String,
 
     /// Cron expression, in quotes for the shell
@@ -70,15 +72,16 @@ struct AddArgs {
     #[arg(long, value_name = "ZONE", default_value = "UTC")]
     timezone: String,
 
+    /// Queue of the jobs
     #[arg(long, default_value = DEFAULT_QUEUE)]
     queue: String,
 
     /// 1 (first) to 4
-    #[arg(long, default_value_t = DEFAULT_PRIORITY)]
+    #[arg(long, default_value_t = DEFAULT_PRIORITY, value_parser = whole::<i16>(1, 4))]
     priority: i16,
 
     /// 1 to 1000
-    #[arg(long, default_value_t = DEFAULT_MAX_ATTEMPTS)]
+    #[arg(long, default_value_t = DEFAULT_MAX_ATTEMPTS, value_parser = whole::<i16>(1, 1000))]
     max_attempts: i16,
 
     /// A tag; may be repeated, up to 20 times
@@ -119,30 +122,27 @@ async fn list(context: &Context) -> anyhow::Result<ExitCode> {
     let cron_jobs = cron::list(&session, &resolved.target.schema).await?;
     session.close().await;
     context.output.print(&Listed { cron_jobs }, |listed| {
-        let header = ["name", "schedule", "kind", "next due", "last fire", "missed", "last error"];
-        let mut table = Table::new(&header).numbers(&[5]).when_empty("there is no cron job");
+        let mut jobs = Table::new(&["name", "schedule", "time zone", "kind"]).when_empty("there is no cron job");
+        let mut times = Table::new(&["name", "next due", "last fire", "missed"]).numbers(&[3]).whole(&[1, 2]);
+        let mut errors = Table::new(&["name", "last error"]);
         for job in &listed.cron_jobs {
             let next = match job.next_due_at {
                 _ if job.paused => "paused".to_owned(),
                 next => time(next),
             };
-            table.row([
-                job.name.clone(),
-                format!("{} {}", job.cron_expr, job.timezone),
-                job.kind.clone(),
-                next,
-                time(job.last_fired_at),
-                thousands(job.missed_count),
-                job.last_error.clone().unwrap_or_default(),
-            ]);
+            jobs.row([&job.name, &job.cron_expr, &job.timezone, &job.kind]);
+            times.row([job.name.clone(), next, time(job.last_fired_at), thousands(job.missed_count)]);
+            if let Some(error) = &job.last_error {
+                errors.row([&job.name, error]);
+            }
         }
-        table
+        jobs.then_if_any(times).then_if_any(errors)
     })?;
     Ok(ExitCode::Done)
 }
 
 fn time(at: Option<DateTime<Utc>>) -> String {
-    at.map(|at| at.format("%F %TZ").to_string()).unwrap_or_default()
+    at.map(short_time).unwrap_or_default()
 }
 
 /// One time it would come due.
@@ -287,5 +287,5 @@ async fn names_of(session: &Session, schema: &Schema) -> anyhow::Result<Vec<Stri
 fn unknown(name: &str, there: &[String]) -> anyhow::Error {
     let why =
         if there.is_empty() { "there is none at all".to_owned() } else { format!("there are {}", there.join(", ")) };
-    CommandError::usage(format!("there is no cron job {name}"), why, "see awactl cron list").into()
+    CommandError::failed(format!("there is no cron job {name}"), why, "see `awactl cron list`").into()
 }

@@ -1,4 +1,4 @@
-//! `awactl demo`: the whole way of 50,000 jobs on a private server, in under a minute.
+//! `awactl demo`: the whole way of many jobs on a private server, in under a minute.
 
 use std::io::{BufWriter, Write as _};
 use std::path::Path;
@@ -15,6 +15,7 @@ use super::exit::{CommandError, ExitCode};
 use super::inspect::{dead_tuples_table, rings_table};
 use super::output::{Table, human_duration, thousands};
 use super::progress::{bar, embedded_progress};
+use super::values::whole;
 use crate::engine::bench::wal_position;
 use crate::engine::counts::queue_counts;
 use crate::engine::dead_tuples::{DeadTuplesReport, dead_tuples};
@@ -35,7 +36,7 @@ const WORKERS: &str = include_str!("../../examples/demo-workers.yaml");
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// How many jobs
-    #[arg(long, default_value_t = 60_000, value_parser = clap::value_parser!(u32).range(1_000..=10_000_000))]
+    #[arg(long, default_value_t = 60_000, value_parser = whole::<u32>(1_000, 10_000_000))]
     jobs: u32,
 }
 

@@ -6,6 +6,7 @@ use serde::Serialize;
 use super::exit::{CommandError, ExitCode};
 use super::job::{Changed, changed_table, jobs_table, operate_on, would};
 use super::output::{Table, thousands};
+use super::values::{job_id, whole};
 use super::{Access, Context};
 use crate::engine::counts::queue_counts;
 use crate::engine::jobs::{JobFilter, held_jobs, list_jobs};
@@ -26,7 +27,7 @@ enum Command {
     List {
         #[command(flatten)]
         of: Of,
-        #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
+        #[arg(long, default_value_t = 50, value_parser = whole::<i64>(1, 1_000_000))]
         limit: i64,
     },
     /// How many a queue holds
@@ -34,6 +35,7 @@ enum Command {
     /// Make held jobs available again with all their attempts
     Retry {
         /// Ids of jobs; without any, all that match
+        #[arg(value_parser = job_id)]
         ids: Vec<i64>,
         #[command(flatten)]
         of: Of,
@@ -44,9 +46,9 @@ enum Command {
         #[arg(long)]
         to_queue: Option<String>,
         /// At this priority, 1 (first) to 4
-        #[arg(long, value_parser = clap::value_parser!(i32).range(1..=4))]
+        #[arg(long, value_parser = whole::<i32>(1, 4))]
         to_priority: Option<i32>,
-        #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
+        #[arg(long, default_value_t = 10_000, value_parser = whole::<i64>(1, 1_000_000))]
         limit: i64,
         /// Only say which
         #[arg(long)]
@@ -55,13 +57,14 @@ enum Command {
     /// Forget held jobs
     Purge {
         /// Ids of jobs; without any, all that match
+        #[arg(value_parser = job_id)]
         ids: Vec<i64>,
         #[command(flatten)]
         of: Of,
         /// All of them, of every queue and kind
         #[arg(long, conflicts_with_all = ["ids", "queue", "kind"])]
         all: bool,
-        #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
+        #[arg(long, default_value_t = 10_000, value_parser = whole::<i64>(1, 1_000_000))]
         limit: i64,
         /// Only say which
         #[arg(long)]
@@ -160,6 +163,9 @@ async fn change(context: &Context, which: Which, operation: &Operation) -> anyho
     let held = held_jobs(&session, schema, "dlq", of.queue.as_deref(), of.kind.as_deref(), limit).await?;
     let (chosen, missing): (Vec<i64>, Vec<i64>) =
         if ids.is_empty() { (held, Vec::new()) } else { ids.into_iter().partition(|id| held.contains(id)) };
+    if chosen.len() as i64 == limit {
+        context.note(&format!("more may be held: this is for {} at a time, see --limit", thousands(limit)));
+    }
     if let Some(id) = missing.first() {
         return Err(CommandError::failed(
             format!("the DLQ does not hold job {id}"),
@@ -169,7 +175,7 @@ async fn change(context: &Context, which: Which, operation: &Operation) -> anyho
         .into());
     }
     if dry_run {
-        return would(context, &chosen, operation);
+        return would(context, &session, schema, &chosen, operation).await;
     }
     let what = format!("{} {} held jobs", operation.name(), chosen.len());
     match operation {
@@ -181,6 +187,8 @@ async fn change(context: &Context, which: Which, operation: &Operation) -> anyho
     session.close().await;
     let done = jobs.iter().filter(|job| job.done).count();
     let all_done = done == jobs.len();
-    context.output.print(&Changed { operation: operation.name(), dry_run: false, done, jobs }, changed_table)?;
+    context
+        .output
+        .print(&Changed { operation: operation.name(), dry_run: false, would: None, done, jobs }, changed_table)?;
     Ok(if all_done { ExitCode::Done } else { ExitCode::Failed })
 }

@@ -10,6 +10,7 @@ use serde::Serialize;
 use super::exit::{CommandError, ExitCode};
 use super::output::{Table, thousands};
 use super::progress::bar;
+use super::values::{time, whole};
 use super::{Access, Context};
 use crate::engine::enqueue::{BulkEnqueue, DEFAULT_MAX_ATTEMPTS, DEFAULT_PRIORITY, DEFAULT_QUEUE, Enqueued, NewJob};
 use crate::engine::enqueue_stream::{OnError, StreamOptions, StreamReport, enqueue_stream};
@@ -23,7 +24,8 @@ use crate::engine::{EngineError, Session, Target, duration};
 /// metadata and unique; all but kind have defaults. unique is an object with by_queue (false), by_args (true), by_period
 /// (none, or a duration such as "1h") and states (a list of state names). It is read as a stream, a batch a transaction. With --on-error stop (the default)
 /// a bad line keeps its whole batch out, and the line to resume from is said; with skip it alone is left out, and the
-/// exit code is 1 only if nothing was enqueued.
+/// exit code is 1 only if nothing was enqueued. A line may have 16 MiB. Of bad lines and of duplicates the last 100 are
+/// listed, all are counted.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Kind of the job: which handler runs it
@@ -34,19 +36,20 @@ pub struct Args {
     #[arg(default_value = "{}")]
     args: String,
 
+    /// Queue it goes to
     #[arg(long, default_value = DEFAULT_QUEUE, conflicts_with = "file")]
     queue: String,
 
     /// 1 (first) to 4
-    #[arg(long, default_value_t = DEFAULT_PRIORITY, conflicts_with = "file")]
+    #[arg(long, default_value_t = DEFAULT_PRIORITY, value_parser = whole::<i16>(1, 4), conflicts_with = "file")]
     priority: i16,
 
     /// 1 to 1000
-    #[arg(long, default_value_t = DEFAULT_MAX_ATTEMPTS, conflicts_with = "file")]
+    #[arg(long, default_value_t = DEFAULT_MAX_ATTEMPTS, value_parser = whole::<i16>(1, 1000), conflicts_with = "file")]
     max_attempts: i16,
 
     /// When it may run, as RFC 3339 time
-    #[arg(long, value_name = "TIME", conflicts_with = "file")]
+    #[arg(long, value_name = "TIME", value_parser = time, conflicts_with = "file")]
     run_at: Option<DateTime<Utc>>,
 
     /// How long from now it may run, such as 90s or 2h, by the database's clock
@@ -70,7 +73,7 @@ pub struct Args {
     unique: Option<UniqueOptions>,
 
     /// How many of it, in one transaction
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1_000_000), conflicts_with = "file")]
+    #[arg(long, default_value_t = 1, value_parser = whole::<u32>(1, 1_000_000), conflicts_with = "file")]
     count: u32,
 
     /// Jobs as JSON lines; - is standard input
@@ -78,7 +81,7 @@ pub struct Args {
     file: Option<PathBuf>,
 
     /// Lines per transaction; fewer when they come to 16 MiB
-    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=100_000), requires = "file")]
+    #[arg(long, default_value_t = 1000, value_parser = whole::<u32>(1, 100_000), requires = "file")]
     batch: u32,
 
     /// What to do about a bad line
@@ -137,7 +140,10 @@ async fn alike(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
     let ids = |duplicate| all.iter().filter(|e| e.duplicate == duplicate).map(|e| e.job_id).collect::<Vec<i64>>();
     let report = Report { enqueued: ids(false).len(), job_ids: ids(false), duplicates_of: ids(true) };
     context.output.print(&report, |r| {
-        let mut facts = vec![("enqueued", thousands(r.enqueued as i64)), ("job ids", first_ids(&r.job_ids))];
+        let mut facts = vec![("enqueued", thousands(r.enqueued as i64))];
+        if !r.job_ids.is_empty() {
+            facts.push(("job ids", first_ids(&r.job_ids)));
+        }
         if !r.duplicates_of.is_empty() {
             facts.push(("duplicates", thousands(r.duplicates_of.len() as i64)));
             facts.push(("of job", first_ids(&r.duplicates_of)));
@@ -223,9 +229,11 @@ async fn from_file(args: &Args, file: &PathBuf, context: &Context) -> anyhow::Re
     }
     let report = outcome?;
     session.close().await;
+    not_listed(context, report.bad_lines_not_listed, "bad lines");
     for bad in &report.bad_lines {
         context.note(&format!("line {}: {}", bad.line, bad.why));
     }
+    not_listed(context, report.duplicate_lines_not_listed, "duplicates");
     for duplicate in &report.duplicate_lines {
         context.note(&format!("line {}: a duplicate of job {}", duplicate.line, duplicate.duplicate_of));
     }
@@ -235,6 +243,12 @@ async fn from_file(args: &Args, file: &PathBuf, context: &Context) -> anyhow::Re
     context.output.print(&report, file_table)?;
     let nothing = report.enqueued == 0 && report.skipped > 0;
     Ok(if report.resume_from.is_some() || nothing { ExitCode::Failed } else { ExitCode::Done })
+}
+
+fn not_listed(context: &Context, count: u64, what: &str) {
+    if count > 0 {
+        context.note(&format!("{} {what} before these are counted and not listed", thousands(count as i64)));
+    }
 }
 
 fn file_table(report: &StreamReport) -> Table {

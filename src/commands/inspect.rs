@@ -9,8 +9,9 @@ use serde::Serialize;
 
 use super::exit::{CommandError, ExitCode};
 use super::maintenance::RingArg;
-use super::output::{Format, Reader, Table, human_bytes, human_duration, thousands};
+use super::output::{Format, Reader, Table, human_bytes, human_duration, short_time, thousands};
 use super::signals::Signals;
+use super::values::{job_id, whole};
 use super::{Access, Context};
 use crate::engine::counts::{QueueCounts, queue_counts};
 use crate::engine::dead_tuples::{DeadTuplesReport, dead_tuples};
@@ -54,11 +55,14 @@ enum Command {
     Queues,
     /// Attempts that are open: who holds them, since when, and in which slot
     Claims {
-        #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(i64).range(1..=100_000))]
+        #[arg(long, default_value_t = 50, value_parser = whole::<i64>(1, 100_000))]
         limit: i64,
     },
     /// Where one job is
-    Job { id: i64 },
+    Job {
+        #[arg(value_parser = job_id)]
+        id: i64,
+    },
 }
 
 pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
@@ -130,10 +134,11 @@ async fn shown<T: Serialize, F: Future<Output = anyhow::Result<T>>>(
     }
 }
 
-/// A row a slot; pruned ones are left out unless `all`, since they hold nothing.
+/// A row a slot, and below why each is as it is; pruned ones are left out unless `all`, since they hold nothing.
 pub fn rings_table(report: &RingsReport, all: bool) -> Table {
-    let mut table = Table::new(&["ring", "slot", "gen", "state", "rows", "open", "size", "dead", "why"])
-        .numbers(&[1, 2, 4, 5, 6, 7]);
+    let mut table =
+        Table::new(&["ring", "slot", "gen", "state", "rows", "open", "size", "dead"]).numbers(&[1, 2, 4, 5, 6, 7]);
+    let mut reasons = Table::new(&["ring", "slot", "why"]).whole(&[0, 1]);
     for ring in &report.rings {
         for slot in ring.slots.iter().filter(|s| all || s.state != SlotState::Pruned) {
             table.row([
@@ -145,25 +150,18 @@ pub fn rings_table(report: &RingsReport, all: bool) -> Table {
                 thousands(slot.open),
                 human_bytes(slot.bytes.unsigned_abs()),
                 thousands(slot.dead_tuples),
-                why(ring, slot),
             ]);
+            if slot.state != SlotState::Pruned {
+                reasons.row([ring.ring.name().to_owned(), slot.slot.to_string(), why(ring, slot)]);
+            }
         }
         if !all {
             let pruned = ring.slots.iter().filter(|s| s.state == SlotState::Pruned).count();
-            table.row([
-                ring.ring.name().to_owned(),
-                String::new(),
-                String::new(),
-                "pruned".into(),
-                String::new(),
-                String::new(),
-                String::new(),
-                String::new(),
-                format!("{pruned} of {} slots are free", ring.slot_count),
-            ]);
+            let free = format!("free: {pruned} of {} slots are pruned", ring.slot_count);
+            reasons.row([ring.ring.name().to_owned(), "others".to_owned(), free]);
         }
     }
-    table
+    table.then(reasons)
 }
 
 fn why(ring: &RingReport, slot: &SlotReport) -> String {
@@ -186,10 +184,11 @@ fn why(ring: &RingReport, slot: &SlotReport) -> String {
     }
 }
 
-/// A row a family, or a table with `all`.
+/// A row a family that holds something, or a table with `all`.
 pub fn dead_tuples_table(report: &DeadTuplesReport, all: bool) -> Table {
-    let mut table = Table::new(&["table", "live", "dead", "size", "last autovacuum"]).numbers(&[1, 2, 3]);
+    let mut table = Table::new(&["table", "live", "dead", "size", "last autovacuum"]).numbers(&[1, 2, 3]).whole(&[0]);
     let rows = if all { report.tables.clone() } else { report.by_family() };
+    let (rows, empty): (Vec<_>, Vec<_>) = rows.into_iter().partition(|row| all || row.live > 0 || row.dead > 0);
     for row in rows {
         table.row([
             row.table,
@@ -200,6 +199,11 @@ pub fn dead_tuples_table(report: &DeadTuplesReport, all: bool) -> Table {
                 .map(|t| t.to_rfc3339_opts(chrono::SecondsFormat::Secs, true))
                 .unwrap_or_else(|| "never".into()),
         ]);
+    }
+    if !empty.is_empty() {
+        let bytes: u64 = empty.iter().map(|row| row.bytes.unsigned_abs()).sum();
+        let others = format!("{} others", empty.len());
+        table.row([others, thousands(0), thousands(0), human_bytes(bytes), "hold nothing".to_owned()]);
     }
     let how = if report.exact { "counted" } else { "by the server's statistics" };
     table.row(["total".into(), String::new(), thousands(report.total), String::new(), how.into()]);
@@ -216,6 +220,7 @@ pub fn dead_tuples_table(report: &DeadTuplesReport, all: bool) -> Table {
 fn claims_table(report: &ClaimsReport) -> Table {
     let mut batches = Table::new(&["slot", "batch", "queue", "open", "first job", "age", "claimed by"])
         .numbers(&[0, 1, 3, 4])
+        .whole(&[5])
         .when_empty("no claim is open");
     for c in &report.claims {
         batches.row([
@@ -230,6 +235,7 @@ fn claims_table(report: &ClaimsReport) -> Table {
     }
     let mut leases = Table::new(&["slot", "job", "queue", "state", "age", "waits until", "claimed by"])
         .numbers(&[0, 1])
+        .whole(&[3, 4, 5])
         .when_empty("no attempt has a lease");
     for l in &report.leases {
         leases.row([
@@ -238,7 +244,7 @@ fn claims_table(report: &ClaimsReport) -> Table {
             l.queue.clone(),
             l.state.clone(),
             human_duration(Duration::from_secs_f64(l.age_s.max(0.0))),
-            l.callback_timeout_at.map_or_else(String::new, |t| t.to_rfc3339()),
+            l.callback_timeout_at.map_or_else(String::new, short_time),
             l.claimed_by.clone().unwrap_or_default(),
         ]);
     }
@@ -266,6 +272,8 @@ pub(super) fn queues_table(report: &QueueCounts) -> Table {
         "queue", "avail", "sched", "retry", "run", "wait", "done", "failed", "dlq", "cancel", "oldest", "",
     ])
     .numbers(&[1, 2, 3, 4, 5, 6, 7, 8, 9])
+    .whole(&[10, 11])
+    .without_idle(&[2, 3, 5, 8, 9, 10, 11])
     .when_empty("no queue ever had a job");
     for q in &report.queues {
         table.row([

@@ -5,8 +5,9 @@ use clap::Subcommand;
 use serde::Serialize;
 
 use super::exit::{CommandError, ExitCode};
-use super::output::{Table, thousands};
+use super::output::{Table, short_time, thousands};
 use super::progress::bar;
+use super::values::{job_id, whole};
 use super::{Access, Context};
 use crate::engine::jobs::{JobFilter, STATES, ShownJob, list_jobs};
 use crate::engine::operate::{Operate, Operated, Operation};
@@ -25,11 +26,14 @@ enum Command {
     List {
         #[command(flatten)]
         filter: Filter,
-        #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
+        #[arg(long, default_value_t = 50, value_parser = whole::<i64>(1, 1_000_000))]
         limit: i64,
     },
     /// One job with everything that is known of it
-    Show { id: i64 },
+    Show {
+        #[arg(value_parser = job_id)]
+        id: i64,
+    },
     /// End jobs, running or not; handlers of running ones are told
     Cancel {
         #[command(flatten)]
@@ -48,7 +52,7 @@ enum Command {
         #[arg(long)]
         to_queue: Option<String>,
         /// At this priority, 1 (first) to 4
-        #[arg(long, value_parser = clap::value_parser!(i32).range(1..=4))]
+        #[arg(long, value_parser = whole::<i32>(1, 4))]
         to_priority: Option<i32>,
     },
     /// Forget jobs; running ones must be cancelled first
@@ -63,7 +67,7 @@ enum Command {
         #[arg(long, required_unless_present = "to_priority")]
         to_queue: Option<String>,
         /// 1 (first) to 4
-        #[arg(long, value_parser = clap::value_parser!(i32).range(1..=4))]
+        #[arg(long, value_parser = whole::<i32>(1, 4))]
         to_priority: Option<i32>,
     },
 }
@@ -106,11 +110,12 @@ impl Filter {
 #[derive(Debug, Clone, clap::Args)]
 pub struct Which {
     /// Ids of jobs
+    #[arg(value_parser = job_id)]
     ids: Vec<i64>,
     #[command(flatten)]
     filter: Filter,
     /// At most so many of those that match
-    #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(i64).range(1..=1_000_000))]
+    #[arg(long, default_value_t = 10_000, value_parser = whole::<i64>(1, 1_000_000))]
     limit: i64,
     /// Only say which
     #[arg(long)]
@@ -141,9 +146,11 @@ async fn list(context: &Context, filter: &JobFilter) -> anyhow::Result<ExitCode>
 }
 
 pub(super) fn jobs_table(jobs: &[ShownJob]) -> Table {
-    let mut table = Table::new(&["id", "queue", "kind", "state", "prio", "attempt", "run at", "last error"])
+    let mut table = Table::new(&["id", "queue", "kind", "state", "prio", "attempt", "run at"])
         .numbers(&[0, 4])
+        .whole(&[3, 5, 6])
         .when_empty("no job matches");
+    let mut errors = Table::new(&["id", "last error"]).numbers(&[0]);
     for job in jobs {
         table.row([
             job.id.to_string(),
@@ -152,16 +159,19 @@ pub(super) fn jobs_table(jobs: &[ShownJob]) -> Table {
             job.state.clone(),
             job.priority.to_string(),
             format!("{}/{}", job.attempt, job.max_attempts),
-            job.run_at.format("%Y-%m-%d %H:%M:%S").to_string(),
-            last_error(job),
+            short_time(job.run_at),
         ]);
+        let error = last_error(job);
+        if !error.is_empty() {
+            errors.row([job.id.to_string(), error]);
+        }
     }
-    table
+    table.then_if_any(errors)
 }
 
 fn last_error(job: &ShownJob) -> String {
     let text = job.errors.last().and_then(|e| e.get("error")).and_then(|e| e.as_str()).unwrap_or_default();
-    let mut line: String = text.lines().next().unwrap_or_default().chars().take(60).collect();
+    let mut line: String = text.lines().next().unwrap_or_default().chars().take(200).collect();
     if line.len() < text.len() {
         line.push('…');
     }
@@ -224,11 +234,17 @@ async fn show(context: &Context, id: i64) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::Done)
 }
 
+/// Jobs that a table lists.
+const LISTED: usize = 20;
+
 /// What a change did to each job.
 #[derive(Serialize)]
 pub(super) struct Changed {
     pub operation: &'static str,
     pub dry_run: bool,
+    /// How many a dry run would do it to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub would: Option<usize>,
     pub done: usize,
     pub jobs: Vec<Operated>,
 }
@@ -257,11 +273,13 @@ async fn change(context: &Context, which: &Which, operation: &Operation) -> anyh
             .collect();
         if !which.ids.is_empty() {
             ids.retain(|id| which.ids.contains(id));
+        } else if ids.len() as i64 == which.limit {
+            context.note(&format!("more may match: this is for {} at a time, see --limit", thousands(which.limit)));
         }
         ids
     };
     if which.dry_run {
-        return would(context, &ids, operation);
+        return would(context, &session, schema, &ids, operation).await;
     }
     let what = format!("{} {} jobs", operation.name(), ids.len());
     match operation {
@@ -275,19 +293,32 @@ async fn change(context: &Context, which: &Which, operation: &Operation) -> anyh
     session.close().await;
     let done = jobs.iter().filter(|job| job.done).count();
     let all_done = done == jobs.len();
-    let changed = Changed { operation: operation.name(), dry_run: false, done, jobs };
+    let changed = Changed { operation: operation.name(), dry_run: false, would: None, done, jobs };
     context.output.print(&changed, changed_table)?;
     Ok(if all_done { ExitCode::Done } else { ExitCode::Failed })
 }
 
-/// Says which jobs a change would be for.
-pub(super) fn would(context: &Context, ids: &[i64], operation: &Operation) -> anyhow::Result<ExitCode> {
-    let jobs = ids.iter().map(|id| Operated { job_id: *id, done: false, state: None, reason: None }).collect();
-    let changed = Changed { operation: operation.name(), dry_run: true, done: 0, jobs };
-    context.output.print(&changed, |c| {
-        Table::facts([("would", c.operation.to_owned()), ("jobs", thousands(c.jobs.len() as i64))])
-    })?;
-    Ok(ExitCode::Done)
+/// Says which jobs a change would be for, and why not for the others.
+pub(super) async fn would(
+    context: &Context,
+    session: &Session,
+    schema: &Schema,
+    ids: &[i64],
+    operation: &Operation,
+) -> anyhow::Result<ExitCode> {
+    let operate = Operate::prepare(session, schema).await?;
+    let bar = bar(context.shows_progress() && ids.len() > 100, "looked at", ids.len() as u64);
+    let mut jobs = Vec::with_capacity(ids.len());
+    for id in ids {
+        jobs.push(operate.would(session, *id, operation).await?);
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    let would = jobs.iter().filter(|job| job.reason.is_none()).count();
+    let all = would == jobs.len();
+    let changed = Changed { operation: operation.name(), dry_run: true, would: Some(would), done: 0, jobs };
+    context.output.print(&changed, changed_table)?;
+    Ok(if all { ExitCode::Done } else { ExitCode::Failed })
 }
 
 /// A filter without a state means the states that the operation suits.
@@ -329,18 +360,28 @@ pub(super) async fn operate_on(
 }
 
 pub(super) fn changed_table(changed: &Changed) -> Table {
-    let mut table = Table::facts([
-        ("operation", changed.operation.to_owned()),
-        ("done", thousands(changed.done as i64)),
-        ("not done", thousands((changed.jobs.len() - changed.done) as i64)),
-    ]);
-    let mut refused = changed.jobs.iter().filter(|job| !job.done).peekable();
-    if refused.peek().is_some() {
-        let mut why = Table::new(&["job", "why not"]).numbers(&[0]);
-        for job in refused.take(20) {
-            why.row([job.job_id.to_string(), job.reason.clone().unwrap_or_default()]);
-        }
-        table = table.then(why);
+    let refused: Vec<&Operated> = changed.jobs.iter().filter(|job| job.reason.is_some()).collect();
+    let counted = match changed.would {
+        Some(would) => [("would", changed.operation.to_owned()), ("jobs", thousands(would as i64))],
+        None => [("operation", changed.operation.to_owned()), ("done", thousands(changed.done as i64))],
+    };
+    let mut facts = counted.to_vec();
+    if !refused.is_empty() || changed.would.is_none() {
+        facts.push((if changed.would.is_some() { "not" } else { "not done" }, thousands(refused.len() as i64)));
     }
-    table
+    let table = Table::facts(facts);
+    if refused.is_empty() {
+        return table;
+    }
+    let mut why = Table::new(&["job", "why not"]).numbers(&[0]);
+    for job in refused.iter().take(LISTED) {
+        why.row([job.job_id.to_string(), job.reason.clone().unwrap_or_default()]);
+    }
+    if refused.len() > LISTED {
+        why.row([
+            "…".to_owned(),
+            format!("and {} more; -o json lists all", thousands((refused.len() - LISTED) as i64)),
+        ]);
+    }
+    table.then(why)
 }

@@ -8,6 +8,7 @@ use serde::Serialize;
 use super::exit::{CommandError, ExitCode};
 use super::output::{Table, thousands};
 use super::signals::{Signals, exit_now};
+use super::values::whole;
 use super::{Access, Context};
 use crate::engine::duration;
 use crate::engine::maintenance::{self, Maintenance, MaintenanceOptions, MaintenanceReport, leader};
@@ -25,6 +26,9 @@ pub struct Args {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Maintain until SIGTERM or Ctrl-C; of all processes that do, one leads
+    ///
+    /// The leader holds a transaction open on a connection of its own ("awactl leader"). It pins nothing, and holds through a
+    /// transaction pooler, where it takes one of the pool's connections.
     Run,
     /// One pass of every task, leader or not
     Once,
@@ -47,7 +51,7 @@ enum Command {
     /// Make due deferred jobs ready
     Promote {
         /// At most so many
-        #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(i32).range(1..=1_000_000))]
+        #[arg(long, default_value_t = 10_000, value_parser = whole::<i32>(1, 1_000_000))]
         limit: i32,
     },
     /// End attempts of lost workers, past deadlines and unanswered callbacks
@@ -56,7 +60,7 @@ enum Command {
         #[arg(long, value_name = "DURATION", default_value = "90s")]
         stale_after: String,
         /// Claim batches looked at in each claim slot, and leases
-        #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(i32).range(1..=100_000))]
+        #[arg(long, default_value_t = 500, value_parser = whole::<i32>(1, 100_000))]
         limit: i32,
     },
     /// Who leads
@@ -148,12 +152,18 @@ async fn prune(context: &Context, rings: &[Ring], slot: Option<i16>) -> anyhow::
     let mut outcomes = Vec::new();
     // The claim ring first: its pruned slots are the cheapest proof for the queue ring.
     for ring in rings.iter().rev() {
+        let slots = ring::slots(&session, schema, *ring).await?;
         let numbers = match slot {
-            Some(slot) => vec![slot],
-            None => {
-                let slots = ring::slots(&session, schema, *ring).await?;
-                ring::sealed(&slots).iter().map(|s| s.slot).collect()
+            Some(slot) if slots.iter().any(|s| s.slot == slot) => vec![slot],
+            Some(slot) => {
+                return Err(CommandError::failed(
+                    format!("there is no slot {slot} in the {} ring", ring.name()),
+                    format!("it has {}, from 0 on", slots.len()),
+                    "see `awactl inspect rings --all`",
+                )
+                .into());
             }
+            None => ring::sealed(&slots).iter().map(|s| s.slot).collect(),
         };
         for slot in numbers {
             outcomes.push(ring::prune(&session, schema, *ring, slot, LOCK_TIMEOUT).await?);
@@ -174,7 +184,9 @@ async fn prune(context: &Context, rings: &[Ring], slot: Option<i16>) -> anyhow::
         }
         table
     })?;
-    Ok(ExitCode::Done)
+    // A pass may find nothing to do; a slot that was named was meant.
+    let done = slot.is_none() || outcomes.iter().all(|o| o.pruned);
+    Ok(if done { ExitCode::Done } else { ExitCode::Failed })
 }
 
 #[derive(Serialize)]
@@ -216,10 +228,14 @@ async fn status(context: &Context) -> anyhow::Result<ExitCode> {
             ("leader", format!("pid {}", l.pid)),
             ("application", l.application_name.clone()),
             ("from", l.client.clone().unwrap_or_else(|| "a local socket".into())),
-            ("connected since", l.since.to_rfc3339_opts(chrono::SecondsFormat::Secs, true)),
+            ("leads since", l.since.map(since).unwrap_or_default()),
         ]),
     })?;
     Ok(ExitCode::Done)
+}
+
+fn since(at: chrono::DateTime<chrono::Utc>) -> String {
+    at.to_rfc3339_opts(chrono::SecondsFormat::Secs, true)
 }
 
 fn report_table(report: &MaintenanceReport) -> Table {

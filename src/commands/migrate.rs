@@ -25,6 +25,9 @@ pub struct Args {
 #[derive(Debug, Subcommand)]
 enum Step {
     /// Say what is in the schema, what blocks, and what is next; change nothing
+    ///
+    /// In JSON, point_of_no_return_passed is about an upgrade from 0.5 and says whether it can still be taken back: false
+    /// on a 0.5 schema, null where there is nothing to go back to, as after a fresh install.
     Status,
 }
 

@@ -28,6 +28,7 @@ pub mod report;
 pub mod run_workers;
 pub mod signals;
 pub mod target;
+pub mod values;
 
 use clap::{ColorChoice, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 

@@ -5,11 +5,14 @@ use std::io::{self, IsTerminal as _, Write as _};
 use std::time::Duration;
 
 use clap::ValueEnum;
-use comfy_table::{Cell, CellAlignment, ContentArrangement, Row, presets};
+use comfy_table::{Cell, CellAlignment, ColumnConstraint, ContentArrangement, Row, Width, presets};
 use serde::Serialize;
 
 /// Width when nobody can tell: what a mail, a ticket or a CI log shows without wrapping.
 const PIPED_WIDTH: u16 = 80;
+
+/// No column of text is squeezed below this, however wide the others are: a table that is too wide can still be read.
+const NARROWEST: u16 = 12;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum Format {
@@ -115,6 +118,9 @@ pub struct Table {
     inner: comfy_table::Table,
     header: Vec<String>,
     numbers: Vec<usize>,
+    whole: Vec<usize>,
+    /// Columns to leave out: no row has said anything in them so far.
+    idle: Vec<usize>,
     rows: usize,
     empty: &'static str,
     next: Option<Box<Table>>,
@@ -131,6 +137,8 @@ impl Table {
             inner,
             header: header.iter().map(|name| (*name).to_owned()).collect(),
             numbers: Vec::new(),
+            whole: Vec::new(),
+            idle: Vec::new(),
             rows: 0,
             empty: "nothing to show",
             next: None,
@@ -139,7 +147,7 @@ impl Table {
 
     /// One thing, a line for each of its facts.
     pub fn facts<V: ToString>(facts: impl IntoIterator<Item = (&'static str, V)>) -> Self {
-        let mut table = Self::new(&[]);
+        let mut table = Self::new(&[]).whole(&[0]);
         for (name, value) in facts {
             table.row([name.to_owned(), value.to_string()]);
         }
@@ -148,6 +156,18 @@ impl Table {
 
     pub fn numbers(mut self, columns: &[usize]) -> Self {
         self.numbers = columns.to_vec();
+        self
+    }
+
+    /// Columns that are never broken into lines.
+    pub fn whole(mut self, columns: &[usize]) -> Self {
+        self.whole = columns.to_vec();
+        self
+    }
+
+    /// Leaves out those of `columns` in which every row is empty or 0.
+    pub fn without_idle(mut self, columns: &[usize]) -> Self {
+        self.idle = columns.to_vec();
         self
     }
 
@@ -160,6 +180,11 @@ impl Table {
         self
     }
 
+    /// Another table below this one, if it has rows.
+    pub fn then_if_any(self, next: Table) -> Self {
+        if next.rows == 0 { self } else { self.then(next) }
+    }
+
     /// What to say instead of a table without rows.
     pub fn when_empty(mut self, text: &'static str) -> Self {
         self.empty = text;
@@ -168,7 +193,11 @@ impl Table {
 
     pub fn row<C: Into<String>>(&mut self, cells: impl IntoIterator<Item = C>) -> &mut Self {
         let cells = cells.into_iter().enumerate().map(|(column, cell)| {
-            let cell = Cell::new(cell.into());
+            let text: String = cell.into();
+            if !text.is_empty() && text != "0" {
+                self.idle.retain(|idle| *idle != column);
+            }
+            let cell = Cell::new(text);
             if self.numbers.contains(&column) { cell.set_alignment(CellAlignment::Right) } else { cell }
         });
         self.inner.add_row(Row::from(cells.collect::<Vec<_>>()));
@@ -201,8 +230,18 @@ impl Table {
         } else {
             self.inner.force_no_tty();
         }
-        for column in self.inner.column_iter_mut() {
+        let widths = self.inner.column_max_content_widths();
+        for (column, width) in self.inner.column_iter_mut().zip(widths) {
             column.set_padding((0, 2));
+            // Numbers and times cannot be read in pieces.
+            let index = column.index;
+            column.set_constraint(if self.idle.contains(&index) {
+                ColumnConstraint::Hidden
+            } else if self.numbers.contains(&index) || self.whole.contains(&index) {
+                ColumnConstraint::ContentWidth
+            } else {
+                ColumnConstraint::LowerBoundary(Width::Fixed(width.min(NARROWEST)))
+            });
         }
         let lines = self.inner.lines().map(|line| line.trim_end().to_owned());
         lines.collect::<Vec<_>>().join("\n")
@@ -223,6 +262,11 @@ pub fn thousands(number: i64) -> String {
         text.insert(0, '-');
     }
     text
+}
+
+/// 2026-01-31 09:00:00Z
+pub fn short_time(at: chrono::DateTime<chrono::Utc>) -> String {
+    at.format("%F %TZ").to_string()
 }
 
 /// 1.5 MiB
@@ -252,6 +296,7 @@ pub fn human_duration(duration: Duration) -> String {
         1..60 => format!("{}.{} s", seconds, duration.subsec_millis() / 100),
         60..3_600 => format!("{} min {:02} s", seconds / 60, seconds % 60),
         3_600..86_400 => format!("{} h {:02} min", seconds / 3_600, seconds % 3_600 / 60),
+        _ if seconds % 86_400 < 3_600 => format!("{} d", seconds / 86_400),
         _ => format!("{} d {} h", seconds / 86_400, seconds % 86_400 / 3_600),
     }
 }
@@ -288,6 +333,7 @@ mod tests {
             (245_000, "4 min 05 s"),
             (7_800_000, "2 h 10 min"),
             (273_600_000, "3 d 4 h"),
+            (2_592_000_000, "30 d"),
         ] {
             assert_eq!(human_duration(Duration::from_millis(millis)), text);
         }
@@ -302,6 +348,25 @@ mod tests {
         assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
         assert!(text.contains("1,234,567"), "{text}");
         assert!(!text.contains('\u{1b}'), "{text}");
+    }
+
+    #[test]
+    fn a_wide_table_breaks_neither_numbers_nor_words_into_letters() {
+        let mut table = Table::new(&["name", "n", "m", "at", "why", "idle"]).numbers(&[1, 2]).whole(&[3]);
+        table = table.without_idle(&[5]);
+        let row = [
+            "notifications_transactional",
+            "123,456,789,012",
+            "98,765,432,109",
+            "2026-01-31 09:00:00",
+            "a long reason",
+        ];
+        table.row(row.into_iter().chain(["0"]));
+        let text = table.render(false);
+        for whole in [&row[1..4], &["notificat", "reason"]].concat() {
+            assert!(text.contains(whole), "{text}");
+        }
+        assert!(!text.contains("idle"), "{text}");
     }
 
     #[test]

@@ -7,11 +7,13 @@ use super::exit::{CommandError, ExitCode};
 use super::inspect::queues_table;
 use super::output::{Table, human_duration, thousands};
 use super::progress::bar;
+use super::values::whole;
 use super::{Access, Context};
 use crate::engine::counts::queue_counts;
 use crate::engine::duration;
 use crate::engine::queues::{self, QueueChange, QueueSettings};
 use crate::engine::worker::instance_name;
+use crate::engine::{Schema, Session};
 
 /// List, pause, resume, drain and set queues
 #[derive(Debug, clap::Args)]
@@ -43,7 +45,7 @@ enum Command {
     Set {
         queue: String,
         /// Lanes that producers are spread over, 1 to 64; as many claims of one priority can go on at a time
-        #[arg(long, group = "change", value_parser = clap::value_parser!(i32).range(1..=64))]
+        #[arg(long, group = "change", value_parser = whole::<i32>(1, 64))]
         enqueue_shards: Option<i32>,
         /// Hold jobs that fail for good in the DLQ
         #[arg(long, group = "change", value_name = "on|off", value_parser = on_off)]
@@ -70,6 +72,8 @@ struct Outcome {
     queue: String,
     changed: bool,
     paused: bool,
+    /// Whether a job was ever enqueued to it.
+    had_jobs: bool,
 }
 
 pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
@@ -133,20 +137,39 @@ fn settings_table(settings: &[QueueSettings]) -> Table {
     table
 }
 
+const SEE_LIST: &str = "see `awactl queue list`";
+
+/// A queue is made by its first job, so to change one before is legitimate; but its name may also be mistyped.
+async fn had_jobs(
+    context: &Context,
+    session: &Session,
+    schema: &Schema,
+    queue: &str,
+    hint: &str,
+) -> anyhow::Result<bool> {
+    let had_jobs = queues::had_jobs(session, schema, queue).await?;
+    if !had_jobs {
+        context.note(&format!("no job was ever enqueued to queue {queue}; {hint}"));
+    }
+    Ok(had_jobs)
+}
+
 async fn pause(context: &Context, queue: String) -> anyhow::Result<ExitCode> {
     context.confirm_change(&format!("pause queue {queue}")).await?;
     let (session, resolved) = context.connect_installed(Access::Change).await?;
     let changed = queues::pause(&session, &resolved.target.schema, &queue, &instance_name()).await?;
+    let had_jobs = had_jobs(context, &session, &resolved.target.schema, &queue, "its first ones will wait").await?;
     session.close().await;
-    outcome(context, Outcome { queue, changed, paused: true })
+    outcome(context, Outcome { queue, changed, paused: true, had_jobs })
 }
 
 async fn resume(context: &Context, queue: String) -> anyhow::Result<ExitCode> {
     context.confirm_change(&format!("resume queue {queue}")).await?;
     let (session, resolved) = context.connect_installed(Access::Change).await?;
     let changed = queues::resume(&session, &resolved.target.schema, &queue).await?;
+    let had_jobs = had_jobs(context, &session, &resolved.target.schema, &queue, SEE_LIST).await?;
     session.close().await;
-    outcome(context, Outcome { queue, changed, paused: false })
+    outcome(context, Outcome { queue, changed, paused: false, had_jobs })
 }
 
 fn outcome(context: &Context, outcome: Outcome) -> anyhow::Result<ExitCode> {
@@ -163,15 +186,17 @@ struct Drained {
     queue: String,
     dry_run: bool,
     cancelled: u64,
+    had_jobs: bool,
 }
 
 async fn would_drain(context: &Context, queue: String) -> anyhow::Result<ExitCode> {
     let (session, resolved) = context.connect_installed(Access::Read).await?;
     let counts = queue_counts(&session, &resolved.target.schema).await?;
+    let had_jobs = had_jobs(context, &session, &resolved.target.schema, &queue, SEE_LIST).await?;
     session.close().await;
     let waiting = counts.queues.iter().filter(|q| q.queue == queue).map(|q| q.available + q.scheduled + q.retryable);
     let cancelled = waiting.sum::<i64>().unsigned_abs();
-    context.output.print(&Drained { queue, dry_run: true, cancelled }, |d| {
+    context.output.print(&Drained { queue, dry_run: true, cancelled, had_jobs }, |d| {
         Table::facts([("queue", d.queue.clone()), ("would cancel", thousands(d.cancelled as i64))])
     })?;
     Ok(ExitCode::Done)
@@ -184,8 +209,9 @@ async fn drain(context: &Context, queue: String, reason: Option<String>) -> anyh
     let cancelled =
         queues::drain(&session, &resolved.target.schema, &queue, reason.as_deref(), |n| bar.set_position(n)).await?;
     bar.finish_and_clear();
+    let had_jobs = had_jobs(context, &session, &resolved.target.schema, &queue, SEE_LIST).await?;
     session.close().await;
-    context.output.print(&Drained { queue, dry_run: false, cancelled }, |d| {
+    context.output.print(&Drained { queue, dry_run: false, cancelled, had_jobs }, |d| {
         Table::facts([("queue", d.queue.clone()), ("cancelled", thousands(d.cancelled as i64))])
     })?;
     Ok(ExitCode::Done)
@@ -195,6 +221,7 @@ async fn set(context: &Context, queue: &str, change: QueueChange) -> anyhow::Res
     context.confirm_change(&format!("change queue {queue}")).await?;
     let (session, resolved) = context.connect_installed(Access::Change).await?;
     let settings = queues::set(&session, &resolved.target.schema, queue, change).await?;
+    had_jobs(context, &session, &resolved.target.schema, queue, "the settings wait for its first").await?;
     session.close().await;
     context.output.print(&settings, |s| settings_table(std::slice::from_ref(s)))?;
     Ok(ExitCode::Done)

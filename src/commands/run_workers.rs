@@ -19,7 +19,8 @@ use crate::engine::{EngineError, connect, duration, migrate};
 /// The first signal drains: nothing more is claimed, running jobs may end within --shutdown-timeout, what is not started is
 /// handed back, every result is written, exit 0; exit 1 if the database did not take some of them in time. A second signal
 /// exits at once with 143 (SIGTERM) or 130 (SIGINT) and kills the programs that run; their jobs are rescued later.
-/// Runs maintenance too; of all processes that do, one leads.
+/// Runs maintenance too; of all processes that do, one leads. With several hosts in the address it follows a failover. Through a
+/// transaction pooler nobody is notified: jobs are found within --poll-interval.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Queues and handlers; see examples/workers.yaml

@@ -13,6 +13,7 @@ use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Statement, Transaction};
 
 use super::error::{EngineError, Result};
+use super::fields::{some_time, whole};
 use super::schema::Schema;
 use super::unique::UniqueOptions;
 use super::worker::RawJson;
@@ -25,19 +26,19 @@ pub const DEFAULT_MAX_ATTEMPTS: i16 = 25;
 
 /// A job to enqueue. Absent fields have the defaults of `{schema}.enqueue`.
 #[derive(Debug, Clone, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "an object with `kind`")]
 pub struct NewJob {
     pub kind: String,
     #[serde(default = "default_queue")]
     pub queue: String,
     #[serde(default)]
     pub args: RawJson,
-    #[serde(default = "default_priority")]
+    #[serde(default = "default_priority", deserialize_with = "whole::<_, _, 1, 4>")]
     pub priority: i16,
-    #[serde(default = "default_max_attempts")]
+    #[serde(default = "default_max_attempts", deserialize_with = "whole::<_, _, 1, 1000>")]
     pub max_attempts: i16,
     /// When it may run; now if absent or past, by the database's clock.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "some_time")]
     pub run_at: Option<DateTime<Utc>>,
     #[serde(default)]
     pub tags: Vec<String>,

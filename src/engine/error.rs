@@ -116,6 +116,11 @@ pub fn is_transient(error: &tokio_postgres::Error) -> bool {
         })
 }
 
+/// The server takes no writes, or not yet, as a standby before its promotion.
+pub fn is_read_only(error: &EngineError) -> bool {
+    matches!(error, EngineError::Database(source) if source.code() == Some(&SqlState::READ_ONLY_SQL_TRANSACTION))
+}
+
 /// An error and its causes on one line, without saying the same thing twice.
 pub fn chain(error: &(dyn StdError + 'static)) -> String {
     let mut text = error.to_string();

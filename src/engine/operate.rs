@@ -44,16 +44,34 @@ pub struct Operated {
     pub reason: Option<String>,
 }
 
-/// The prepared call, bound to one session.
+const LOOKS: usize = 10;
+
+/// The prepared calls, bound to one session.
 pub struct Operate {
     statement: Statement,
+    look: Statement,
 }
 
 impl Operate {
     /// Prepares it on `client`.
     pub async fn prepare(client: &Client, schema: &Schema) -> Result<Self> {
         let sql = schema.render("SELECT job_id, done, state::text, reason FROM {schema}.operate($1, $2, $3, $4, $5)");
-        Ok(Self { statement: client.prepare(&sql).await? })
+        let look = schema.render(
+            "SELECT f.state::text, {schema}.why_not($2, f.state, f.place)
+             FROM {schema}.find_job($1) AS f WHERE f.place IS NOT NULL AND NOT f.hidden",
+        );
+        Ok(Self { statement: client.prepare(&sql).await?, look: client.prepare(&look).await? })
+    }
+
+    /// What it would do to one job as that is now: never done, and a reason where it would not be.
+    pub async fn would(&self, client: &Client, job_id: i64, operation: &Operation) -> Result<Operated> {
+        // Between two places a job is in neither for a reader without locks: look again before denying it.
+        for _ in 0..LOOKS {
+            if let Some(row) = client.query_opt(&self.look, &[&job_id, &operation.name()]).await? {
+                return Ok(Operated { job_id, done: false, state: row.try_get(0)?, reason: row.try_get(1)? });
+            }
+        }
+        Ok(Operated { job_id, done: false, state: None, reason: Some("no such job".into()) })
     }
 
     /// Does it to one job.

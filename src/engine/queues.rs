@@ -83,6 +83,19 @@ pub async fn set(client: &Client, schema: &Schema, queue: &str, change: QueueCha
     read(&row)
 }
 
+/// Whether a job was ever enqueued to a queue.
+pub async fn had_jobs(client: &Client, schema: &Schema, queue: &str) -> Result<bool> {
+    let sql = schema.render(
+        "SELECT EXISTS (SELECT FROM {schema}.queue_lanes WHERE queue = $1)
+             OR EXISTS (SELECT FROM {schema}.deferred_jobs WHERE queue = $1)
+             OR EXISTS (SELECT FROM {schema}.queue_terminal_rollups WHERE queue = $1)
+             OR EXISTS (SELECT FROM {schema}.queue_terminal_rollup_deltas WHERE queue = $1)
+             OR EXISTS (SELECT FROM {schema}.dlq_entries WHERE queue = $1)
+             OR EXISTS (SELECT FROM {schema}.done_entries WHERE queue = $1)",
+    );
+    Ok(client.query_one(&sql, &[&queue]).await?.try_get(0)?)
+}
+
 /// Stops claims from a queue; what runs goes on. False when it was paused already.
 pub async fn pause(client: &Client, schema: &Schema, queue: &str, by: &str) -> Result<bool> {
     let sql = schema.render("SELECT {schema}.pause_queue($1, $2)");

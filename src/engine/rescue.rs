@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 use tokio_postgres::Client;
+use tokio_postgres::types::{ToSql, Type};
 
 use super::error::Result;
 use super::schema::Schema;
@@ -35,6 +36,7 @@ impl Rescued {
 pub async fn rescue(client: &Client, schema: &Schema, stale_after: Duration, limit: i32) -> Result<Rescued> {
     let sql =
         schema.render("SELECT stale, deadline, callback_timeout FROM {schema}.rescue(make_interval(secs => $1), $2)");
-    let row = client.query_one(&sql, &[&stale_after.as_secs_f64(), &limit]).await?;
+    let params: [(&(dyn ToSql + Sync), Type); 2] = [(&stale_after.as_secs_f64(), Type::FLOAT8), (&limit, Type::INT4)];
+    let row = client.query_typed_one(&sql, &params).await?;
     Ok(Rescued { stale: row.try_get(0)?, deadline: row.try_get(1)?, callback_timeout: row.try_get(2)? })
 }

@@ -8,6 +8,7 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 use serde::Serialize;
 use tokio_postgres::Client;
+use tokio_postgres::types::Type;
 
 use super::error::Result;
 use super::schema::Schema;
@@ -59,7 +60,7 @@ pub struct Slot {
 /// Every slot of a ring, by number.
 pub async fn slots(client: &Client, schema: &Schema, ring: Ring) -> Result<Vec<Slot>> {
     let sql = schema.render("SELECT slot, generation, state, opened_at FROM {schema}.ring_slots($1)");
-    let rows = client.query(&sql, &[&ring.name()]).await?;
+    let rows = client.query_typed(&sql, &[(&ring.name(), Type::TEXT)]).await?;
     rows.iter()
         .map(|row| {
             let state: &str = row.try_get(2)?;
@@ -97,7 +98,7 @@ pub struct Rotated {
 /// Opens the ring's next pruned slot. Skips while the open one is empty, unless `force`.
 pub async fn rotate(client: &Client, schema: &Schema, ring: Ring, force: bool) -> Result<Rotated> {
     let sql = schema.render("SELECT rotated, generation, slot, reason FROM {schema}.rotate($1, $2)");
-    let row = client.query_one(&sql, &[&ring.name(), &force]).await?;
+    let row = client.query_typed_one(&sql, &[(&ring.name(), Type::TEXT), (&force, Type::BOOL)]).await?;
     Ok(Rotated {
         ring,
         rotated: row.try_get(0)?,
@@ -122,7 +123,10 @@ pub struct Pruned {
 pub async fn prune(client: &Client, schema: &Schema, ring: Ring, slot: i16, lock_timeout: Duration) -> Result<Pruned> {
     let sql = schema
         .render("SELECT pruned, generation, reason, detail FROM {schema}.prune($1, $2, make_interval(secs => $3))");
-    let row = client.query_one(&sql, &[&ring.name(), &slot, &lock_timeout.as_secs_f64()]).await?;
+    let timeout = lock_timeout.as_secs_f64();
+    let row = client
+        .query_typed_one(&sql, &[(&ring.name(), Type::TEXT), (&slot, Type::INT2), (&timeout, Type::FLOAT8)])
+        .await?;
     Ok(Pruned {
         ring,
         slot,

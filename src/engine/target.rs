@@ -3,6 +3,7 @@
 use std::fmt;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tokio_postgres::Config;
@@ -28,6 +29,11 @@ pub(super) struct HostSpec {
 impl HostSpec {
     pub(super) fn is_socket(&self) -> bool {
         self.addr.is_none() && self.host.starts_with('/')
+    }
+
+    /// The unix socket, if it is one.
+    pub(super) fn socket(&self) -> Option<PathBuf> {
+        self.is_socket().then(|| Path::new(&self.host).join(format!(".s.PGSQL.{}", self.port)))
     }
 }
 
@@ -66,6 +72,8 @@ pub struct Target {
     pub(super) timeout: Option<Duration>,
     pub(super) tls: TlsOptions,
     origin: String,
+    /// Whether it leads through a transaction pooler, once that is known; shared by all who connect to it.
+    pub(super) pooled: Arc<OnceLock<bool>>,
     pub schema: Schema,
 }
 
@@ -143,12 +151,22 @@ impl Target {
                 default_root_cert: home.map(|home| home.join(".postgresql/root.crt")),
             },
             origin: origin.to_owned(),
+            pooled: Arc::default(),
             schema,
         })
     }
 
     pub fn with_application_name(mut self, name: &str) -> Self {
         self.base.application_name(name);
+        self
+    }
+
+    /// For whoever only ever writes, as workers and maintenance do: of several hosts the one that can be written to, unless
+    /// something narrower was asked for. A single host is taken as it is.
+    pub fn for_writing(mut self) -> Self {
+        if self.hosts.len() > 1 && matches!(self.session_attrs, SessionAttrs::Any | SessionAttrs::PreferStandby) {
+            self.session_attrs = SessionAttrs::ReadWrite;
+        }
         self
     }
 

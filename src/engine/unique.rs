@@ -9,6 +9,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
+use serde::de::{self, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Number, Value};
 
@@ -17,7 +18,10 @@ use super::worker::RawJson;
 
 /// What makes two jobs of one kind the same. Absent fields have 0.5's defaults.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(
+    deny_unknown_fields,
+    expecting = "an object with `by_queue`, `by_args`, `by_period` and `states`, all of which may be left out"
+)]
 pub struct UniqueOptions {
     #[serde(default)]
     pub by_queue: bool,
@@ -104,13 +108,28 @@ impl fmt::Display for UniqueStates {
 impl<'de> Deserialize<'de> for UniqueStates {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let names = Vec::<String>::deserialize(deserializer)?;
-        Self::of(names.iter().map(String::as_str)).map_err(serde::de::Error::custom)
+        Self::of(names.iter().map(String::as_str)).map_err(de::Error::custom)
     }
 }
 
 fn period_of_json<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
-    let text = Option::<String>::deserialize(deserializer)?;
-    text.as_deref().map(parse_period).transpose().map_err(serde::de::Error::custom)
+    struct Period(Duration);
+    impl<'de> Deserialize<'de> for Period {
+        fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+            struct PeriodVisitor;
+            impl Visitor<'_> for PeriodVisitor {
+                type Value = Period;
+                fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                    f.write_str("a duration in whole seconds such as \"1h\"")
+                }
+                fn visit_str<E: de::Error>(self, text: &str) -> Result<Period, E> {
+                    parse_period(text).map(Period).map_err(E::custom)
+                }
+            }
+            deserializer.deserialize_str(PeriodVisitor)
+        }
+    }
+    Ok(Option::<Period>::deserialize(deserializer)?.map(|Period(period)| period))
 }
 
 fn parse_period(text: &str) -> Result<Duration, UniqueError> {

@@ -2,6 +2,7 @@
 #![allow(dead_code)]
 
 pub mod guards;
+pub mod pooler;
 pub mod schema;
 pub mod server;
 

@@ -5,6 +5,7 @@ mod common;
 
 mod callbacks;
 mod connections;
+mod failover;
 mod lives;
 mod results;
 mod shares;

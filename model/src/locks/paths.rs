@@ -215,6 +215,18 @@ pub fn engine() -> Vec<Path> {
             ],
         ),
         path(
+            "complete, one by receipt and one lease",
+            &[
+                &[wait(Batch(1)), wait(Batch(2))],
+                &prove,
+                &[share(Partition(Ends, A))],
+                &scan(Leases),
+                &[wait(LeaseRow(2)), wait(AttemptState(2)), wait(Key(2))],
+                &pin(Queue),
+                &[share(Partition(Ends, B)), release(1)],
+            ],
+        ),
+        path(
             "resolve_callback, retry",
             &[&scan(Leases), &[wait(LeaseRow(1)), wait(AttemptState(1)), wait(Key(1))], &append(1)],
         ),
@@ -264,6 +276,17 @@ pub fn engine() -> Vec<Path> {
             "cancel a ready job",
             &[&scan(Ledger), &[wait(Lane(1))], &scan(Rows), &[wait(Key(1)), share(Partition(Ends, A))]],
         ),
+        path(
+            "drain_queue",
+            &[
+                &[wait(Lane(1))],
+                &scan(Ledger),
+                &scan(Rows),
+                &[wait(Lane(2))],
+                &[with(skip, Deferred(1)), with(skip, Deferred(2)), wait(Key(1)), wait(Key(2))],
+                &[share(Partition(Ends, A)), share(Pin(Queue, B)), share(Partition(Ends, B))],
+            ],
+        ),
         path("retry a deferred job", &[&[wait(Deferred(1)), wait(Key(1))], &append(1)]),
         path(
             "retry a finished job",
@@ -299,10 +322,12 @@ pub fn close() -> Path {
 
 pub fn rescue() -> Path {
     path(
-        "rescue claims",
+        "rescue",
         &[
             &prove_attempts(),
             &[with(How::Try, Batch(2)), with(How::Try, Batch(1))],
+            &scan(Leases),
+            &[with(How::Pass(0), LeaseRow(2))],
             &[share(Partition(Rows, A)), wait(AttemptState(1)), wait(AttemptState(2)), wait(Key(1)), wait(Key(2))],
         ],
     )

@@ -7,10 +7,12 @@ mod load;
 mod progress;
 mod run;
 mod scenario;
+mod shipped;
 mod target;
 
 pub use ceiling::{Ceiling, ceiling};
 pub use progress::{Progress, Watcher};
 pub use run::{CheckOutcome, Summary, run, wal_position};
 pub use scenario::{Check, HeldProducers, Load, Phase, PhaseKind, Scenario, ScenarioError};
+pub use shipped::{SHIPPED, Shipped};
 pub use target::{Allowed, allow};

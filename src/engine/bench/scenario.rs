@@ -6,14 +6,16 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::engine::duration;
+use crate::engine::fields::{reworded, whole};
 
 /// One run: a load, the workers that meet it, phases, and what must come out.
 #[derive(Debug, Clone, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a map with `name`, `description`, `workers`, `load` and `checks`")]
 pub struct Scenario {
     pub name: String,
     pub description: String,
     /// Jobs at the same time; 0 for scenarios that claim by hand.
+    #[serde(deserialize_with = "whole::<_, _, 0, { u16::MAX as i64 }>")]
     pub workers: u16,
     /// How long each job takes; nothing unless given.
     #[serde(default)]
@@ -44,7 +46,11 @@ fn default_payload() -> usize {
 
 /// Where the jobs come from; one of these.
 #[derive(Debug, Clone, Deserialize, PartialEq)]
-#[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[serde(
+    rename_all = "snake_case",
+    deny_unknown_fields,
+    expecting = "one of `depth_target`, `rate`, `one_at_a_time` and `fill` with its value"
+)]
 pub enum Load {
     /// One producer keeps so many jobs queued.
     DepthTarget(u64),
@@ -58,14 +64,15 @@ pub enum Load {
 
 /// Transactions that enqueue one job each and stay open for the measured phases.
 #[derive(Debug, Clone, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a map with `count`")]
 pub struct HeldProducers {
+    #[serde(deserialize_with = "whole::<_, _, 1, { u16::MAX as i64 }>")]
     pub count: u16,
 }
 
 /// Shares of the jobs that do not simply complete.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[serde(default, deny_unknown_fields, expecting = "a map with `retry_once`, `snooze_once`, `fail` and `cancel`")]
 pub struct Mix {
     /// Fail once, and complete the second time.
     pub retry_once: f64,
@@ -115,7 +122,7 @@ impl Mix {
 }
 
 #[derive(Debug, Clone, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a map with `kind` and `duration`")]
 pub struct Phase {
     pub kind: PhaseKind,
     #[serde(deserialize_with = "duration::deserialize")]
@@ -123,7 +130,7 @@ pub struct Phase {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(rename_all = "kebab-case")]
+#[serde(rename_all = "kebab-case", expecting = "one of `warmup`, `clean` and `idle-in-tx`")]
 pub enum PhaseKind {
     /// Not measured.
     Warmup,
@@ -140,7 +147,7 @@ impl PhaseKind {
 
 /// What a metric must be.
 #[derive(Debug, Clone, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a map with `metric` and `min` or `max`")]
 pub struct Check {
     pub metric: String,
     pub min: Option<f64>,
@@ -161,8 +168,13 @@ impl Scenario {
         let name = path.display().to_string();
         let text =
             std::fs::read_to_string(path).map_err(|source| ScenarioError::Unreadable { path: name.clone(), source })?;
-        let invalid = |message: String| ScenarioError::Invalid { path: name.clone(), message };
-        let scenario: Self = serde_yaml::from_str(&text).map_err(|e| invalid(e.to_string()))?;
+        Self::parse(&text, &name)
+    }
+
+    /// Reads and checks the text of one; `origin` names it in errors.
+    pub fn parse(text: &str, origin: &str) -> Result<Self, ScenarioError> {
+        let invalid = |message: String| ScenarioError::Invalid { path: origin.to_owned(), message };
+        let scenario: Self = serde_yaml::from_str(text).map_err(|e| invalid(reworded(&e.to_string())))?;
         scenario.check().map_err(invalid)?;
         Ok(scenario)
     }

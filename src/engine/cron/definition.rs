@@ -8,6 +8,7 @@ use tokio_postgres::Client;
 use super::schedule::Schedule;
 use crate::engine::enqueue::{DEFAULT_MAX_ATTEMPTS, DEFAULT_PRIORITY, DEFAULT_QUEUE};
 use crate::engine::error::{EngineError, Result};
+use crate::engine::fields::whole;
 use crate::engine::schema::Schema;
 use crate::engine::worker::RawJson;
 
@@ -25,9 +26,9 @@ pub struct Definition {
     pub queue: String,
     #[serde(default, deserialize_with = "json")]
     pub args: RawJson,
-    #[serde(default = "default_priority")]
+    #[serde(default = "default_priority", deserialize_with = "whole::<_, _, 1, 4>")]
     pub priority: i32,
-    #[serde(default = "default_max_attempts")]
+    #[serde(default = "default_max_attempts", deserialize_with = "whole::<_, _, 1, 1000>")]
     pub max_attempts: i32,
     #[serde(default)]
     pub tags: Vec<String>,

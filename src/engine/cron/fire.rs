@@ -9,7 +9,8 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
-use tokio_postgres::{Client, Statement};
+use tokio_postgres::Client;
+use tokio_postgres::types::{ToSql, Type};
 
 use super::schedule::Schedule;
 use crate::engine::error::{EngineError, Result};
@@ -59,13 +60,11 @@ pub async fn pass(client: &Client, schema: &Schema) -> Result<Passed> {
     let started = Instant::now();
     let sql =
         schema.render("SELECT name, cron_expr, timezone, revision, after_at, now_at FROM {schema}.due_cron_jobs($1)");
-    let rows = client.query(&sql, &[&MAX_JOBS]).await?;
+    let rows = client.query_typed(&sql, &[(&MAX_JOBS, Type::INT4)]).await?;
     if rows.is_empty() {
         return Ok(passed);
     }
-    let fire = client
-        .prepare(&schema.render("SELECT outcome, error FROM {schema}.fire_cron($1, $2, $3, $4, $5, to_timestamp($6))"))
-        .await?;
+    let fire = schema.render("SELECT outcome, error FROM {schema}.fire_cron($1, $2, $3, $4, $5, to_timestamp($6))");
     for row in rows {
         let due = Due {
             name: row.try_get(0)?,
@@ -116,10 +115,17 @@ fn step(schedule: &Schedule, after: DateTime<Utc>, now: DateTime<Utc>) -> Step {
     }
 }
 
-async fn run(client: &Client, fire: &Statement, due: &Due, step: &Step, passed: &mut Passed) -> Result<()> {
+async fn run(client: &Client, fire: &str, due: &Due, step: &Step, passed: &mut Passed) -> Result<()> {
     let next = step.next.map_or(f64::INFINITY, |at| at.timestamp() as f64);
-    let row =
-        client.query_one(fire, &[&due.name, &due.revision, &step.through, &step.fire, &step.missed, &next]).await?;
+    let params: [(&(dyn ToSql + Sync), Type); 6] = [
+        (&due.name, Type::TEXT),
+        (&due.revision, Type::INT8),
+        (&step.through, Type::TIMESTAMPTZ),
+        (&step.fire, Type::BOOL),
+        (&step.missed, Type::INT8),
+        (&next, Type::FLOAT8),
+    ];
+    let row = client.query_typed_one(fire, &params).await?;
     match row.try_get(0)? {
         "fired" => {
             passed.fired += 1;
@@ -138,6 +144,12 @@ async fn run(client: &Client, fire: &Statement, due: &Due, step: &Step, passed: 
 /// Keeps the reason where an operator looks for it.
 async fn note(client: &Client, schema: &Schema, due: &Due, error: &str) -> Result<()> {
     let sql = schema.render("SELECT {schema}.note_cron_error($1, $2, $3, make_interval(secs => $4))");
-    client.query_one(&sql, &[&due.name, &due.revision, &error, &RETRY_IN.as_secs_f64()]).await?;
+    let params: [(&(dyn ToSql + Sync), Type); 4] = [
+        (&due.name, Type::TEXT),
+        (&due.revision, Type::INT8),
+        (&error, Type::TEXT),
+        (&RETRY_IN.as_secs_f64(), Type::FLOAT8),
+    ];
+    client.query_typed_one(&sql, &params).await?;
     Ok(())
 }

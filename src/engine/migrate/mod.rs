@@ -184,7 +184,9 @@ pub struct Status {
     pub live_05_runtimes: i64,
     pub blockers: Vec<Refusal>,
     pub next: String,
-    pub point_of_no_return_passed: bool,
+    /// Whether an upgrade from 0.5 can no longer be taken back: false before it, null where there is nothing to go back to,
+    /// as on an installation that never was 0.5.
+    pub point_of_no_return_passed: Option<bool>,
 }
 
 pub async fn status(client: &Client, schema: &Schema, migrations: &[Migration]) -> Result<Status> {
@@ -226,8 +228,7 @@ pub fn status_of(facts: &Facts, migrations: &[Migration]) -> Status {
         live_05_runtimes: if ours.is_some() { 0 } else { facts.live_05_runtimes },
         blockers,
         next,
-        // Ours from the start has nothing to return to.
-        point_of_no_return_passed: ours.is_some(),
+        point_of_no_return_passed: matches!(state, State::Canonical | State::TooOld).then_some(false),
     }
 }
 

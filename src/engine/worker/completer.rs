@@ -8,6 +8,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::watch;
 use tokio_postgres::Client;
 
+use super::context::CancelReason;
 use super::link::{Link, Prepared, within};
 use super::outcome::Outcome;
 use super::stats::Stats;
@@ -30,6 +31,8 @@ pub(super) struct Finished {
     pub result: Ended,
     /// The database may hold state of it.
     pub beat: bool,
+    /// What it was told to stop for, if it was.
+    pub stopped: Option<CancelReason>,
 }
 
 #[derive(Debug)]
@@ -110,40 +113,46 @@ impl Completer {
             let mut completed = Vec::with_capacity(count);
             let mut beaten = Vec::new();
             let mut closings = Vec::new();
-            let mut handed_back = 0;
+            let mut handed_back = Vec::new();
+            let mut cancelled = Vec::new();
             for finished in batch.drain(..) {
+                if finished.stopped == Some(CancelReason::Requested) {
+                    cancelled.push(finished.receipt);
+                }
                 match finished.result {
                     Ended::Completed => {
                         completed.push(finished.receipt);
                         beaten.extend(finished.beat.then_some(finished.receipt));
                     }
                     Ended::Otherwise { ending, error, progress, handed_back: back } => {
-                        handed_back += usize::from(back);
+                        // What a drain stopped goes back at once, whoever of us put it so.
+                        let drained = finished.stopped == Some(CancelReason::Shutdown);
+                        let at_once = matches!(ending, Ending::Snooze(Duration::ZERO));
+                        handed_back.push(back || (drained && at_once));
                         closings.push(Closing { receipt: finished.receipt, ending, error, progress });
                     }
                 }
             }
-            self.complete(&completed).await;
+            self.complete(&completed, &cancelled).await;
             if !beaten.is_empty() {
                 // What stays behind is trimmed some day.
                 let _ = self.attempt(Results::Beaten(&beaten), BATCH_TRIES).await;
             }
-            self.close(&closings).await;
-            Stats::add(&self.stats.handed_back, handed_back);
+            self.close(&closings, &handed_back, &cancelled).await;
             (self.flushed)(count);
         }
     }
 
-    async fn complete(&mut self, completed: &[Receipt]) {
+    async fn complete(&mut self, completed: &[Receipt], cancelled: &[Receipt]) {
         if completed.is_empty() {
             return;
         }
         let Written { lost, unwritten, .. } = self.insist(Results::Completed(completed)).await;
         Stats::add(&self.stats.completed, completed.len() - lost.len() - unwritten.len());
-        self.report(&lost, |place| completed[place]);
+        self.report(&lost, cancelled, |place| completed[place]);
     }
 
-    async fn close(&mut self, closings: &[Closing]) {
+    async fn close(&mut self, closings: &[Closing], handed_back: &[bool], cancelled: &[Receipt]) {
         if closings.is_empty() {
             return;
         }
@@ -153,6 +162,7 @@ impl Completer {
                 continue;
             }
             let counter = match closing.ending {
+                _ if handed_back[n] => &self.stats.handed_back,
                 Ending::Failed => &self.stats.failed,
                 Ending::Cancelled => &self.stats.cancelled,
                 Ending::Retry(_) => &self.stats.retried,
@@ -160,7 +170,7 @@ impl Completer {
             };
             Stats::add(counter, 1);
         }
-        self.report(&lost, |place| closings[place].receipt);
+        self.report(&lost, cancelled, |place| closings[place].receipt);
     }
 
     /// Tries until the database has answered. Trying again is safe: what a lost answer had written loses as closed. When an
@@ -252,11 +262,22 @@ impl Completer {
         }
     }
 
-    fn report(&self, lost: &[Lost], receipt: impl Fn(usize) -> Receipt) {
+    fn report(&self, lost: &[Lost], cancelled: &[Receipt], receipt: impl Fn(usize) -> Receipt) {
         Stats::add(&self.stats.lost, lost.len());
-        for l in lost {
-            let receipt = receipt(l.place);
-            tracing::warn!(job_id = receipt.job_id, run_lease = receipt.run_lease, reason = l.reason, "a result lost");
+        for Lost { place, reason } in lost {
+            let receipt = receipt(*place);
+            let Receipt { job_id, run_lease, .. } = receipt;
+            // The worker may not have heard of it, and the database may have reclaimed what it knew.
+            if cancelled.contains(&receipt) || reason == CANCELLED {
+                tracing::info!(
+                    job_id,
+                    run_lease,
+                    reason,
+                    "an operator cancelled the job while it ran; its result is not kept"
+                );
+            } else {
+                tracing::warn!(job_id, run_lease, reason, "a result lost");
+            }
         }
     }
 }
@@ -264,6 +285,9 @@ impl Completer {
 /// How often an error that does not pass may come back for a batch, and for a single result.
 const BATCH_TRIES: u32 = 3;
 const SINGLE_TRIES: u32 = 8;
+
+/// What `{schema}.why_lost` says of an attempt that was cancelled.
+const CANCELLED: &str = "already closed: cancelled";
 
 /// Jobs that a message about many names.
 const NAMED: usize = 20;

@@ -13,6 +13,7 @@ use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, Visitor};
 
 use super::handler::{ANY_KIND, Registry, RegistryError, check_name};
 use super::handlers::{Builtin, BuiltinWorker, Exec, ExecWorker, FlakyRule};
+use crate::engine::fields::{reworded, some_whole, whole};
 use crate::engine::{cron, duration};
 
 /// The most jobs of one queue that a process runs at a time.
@@ -30,7 +31,7 @@ const DEFAULT_WORKERS: u16 = 32;
 #[serde(deny_unknown_fields, expecting = "a map with `queues`, `handlers`, `cron` and `max_workers`")]
 pub struct Config {
     /// Jobs of all queues that run at a time, 1..=[`MAX_WORKERS`]; without it each queue has its own limit only.
-    #[serde(default, deserialize_with = "some_workers")]
+    #[serde(default, deserialize_with = "some_whole::<_, _, 1, { MAX_WORKERS as i64 }>")]
     pub max_workers: Option<u16>,
     /// By queue.
     #[serde(default, deserialize_with = "queues")]
@@ -51,7 +52,7 @@ pub struct Config {
 )]
 pub struct QueueConfig {
     /// Jobs that run at a time, 1..=[`MAX_WORKERS`]; 32 unless given.
-    #[serde(default = "default_workers", deserialize_with = "workers")]
+    #[serde(default = "default_workers", deserialize_with = "whole::<_, _, 1, { MAX_WORKERS as i64 }>")]
     pub workers: u16,
     /// How long an attempt may take; longer than zero. Without one it may take for ever.
     #[serde(default, deserialize_with = "some_limit")]
@@ -60,7 +61,7 @@ pub struct QueueConfig {
     #[serde(default, deserialize_with = "rate")]
     pub rate_limit: Option<f64>,
     /// The queue's share when several compete for [`Config::max_workers`], 1..=[`MAX_WEIGHT`]; 1 unless given.
-    #[serde(default = "default_weight", deserialize_with = "weight")]
+    #[serde(default = "default_weight", deserialize_with = "whole::<_, _, 1, { MAX_WEIGHT as i64 }>")]
     pub weight: u16,
     /// How long the head of a lower priority waits before it counts as one higher; a minute unless given.
     #[serde(default = "default_aging", deserialize_with = "some_limit")]
@@ -131,7 +132,7 @@ impl Config {
         let config: Result<Option<Self>, _> = serde_yaml::from_str(text);
         match config {
             Ok(config) => Ok(config.unwrap_or_default()),
-            Err(error) => Err(ConfigError::Invalid { path: None, message: with_suggestion(error.to_string()) }),
+            Err(error) => Err(ConfigError::Invalid { path: None, message: reworded(&error.to_string()) }),
         }
     }
 
@@ -163,6 +164,7 @@ struct RawHandler {
     cwd: Option<PathBuf>,
     clear_env: Option<bool>,
     duration: Option<AnyDuration>,
+    #[serde(default, deserialize_with = "some_whole::<_, _, 0, { u32::MAX as i64 }>")]
     fail_times: Option<u32>,
     probability: Option<f64>,
 }
@@ -299,34 +301,6 @@ fn default_workers() -> u16 {
 
 fn default_weight() -> u16 {
     1
-}
-
-fn workers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u16, D::Error> {
-    deserializer.deserialize_u64(UpTo(MAX_WORKERS))
-}
-
-fn some_workers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u16>, D::Error> {
-    workers(deserializer).map(Some)
-}
-
-fn weight<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u16, D::Error> {
-    deserializer.deserialize_u64(UpTo(MAX_WEIGHT))
-}
-
-/// A whole number from 1 to this one.
-struct UpTo(u16);
-
-impl Visitor<'_> for UpTo {
-    type Value = u16;
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "a whole number of 1 to {}", self.0)
-    }
-    fn visit_u64<E: de::Error>(self, number: u64) -> Result<u16, E> {
-        u16::try_from(number)
-            .ok()
-            .filter(|number| (1..=self.0).contains(number))
-            .ok_or_else(|| E::invalid_value(de::Unexpected::Unsigned(number), &self))
-    }
 }
 
 fn rate<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<f64>, D::Error> {
@@ -477,24 +451,5 @@ impl<V> Visitor<'_> for Name<'_, V> {
         };
         checked.map_err(|reason| E::custom(format!("`{}` {reason}", name.escape_debug())))?;
         Ok(name.to_owned())
-    }
-}
-
-/// Adds the allowed name nearest to an unknown one. serde hands over the names only in its message:
-/// ``unknown field `x`, expected one of `a`, `b` at line 1 column 2``.
-fn with_suggestion(message: String) -> String {
-    let Some((_, rest)) = message.split_once("unknown ") else {
-        return message;
-    };
-    let mut quoted = rest.split('`').skip(1).step_by(2);
-    let Some(unknown) = quoted.next() else {
-        return message;
-    };
-    let nearest = quoted.map(|name| (strsim::damerau_levenshtein(unknown, name), name)).min();
-    match nearest {
-        Some((distance, name)) if distance <= 1 + name.len() / 4 => {
-            format!("{message}; did you mean `{name}`?")
-        }
-        _ => message,
     }
 }

@@ -309,12 +309,12 @@ impl Dispatcher {
         let Claimed { receipt, job } = claimed;
         let Some(worker) = self.shared.registry.get(&job.kind) else {
             let result = Ended::of(Outcome::Unhandled, &job, None);
-            self.shared.finish(Finished { receipt, result, beat: false });
+            self.shared.finish(Finished { receipt, result, beat: false, stopped: None });
             return;
         };
         if let Some(outcome) = run_now(&**worker, &job) {
             let result = Ended::of(outcome, &job, None);
-            self.shared.finish(Finished { receipt, result, beat: false });
+            self.shared.finish(Finished { receipt, result, beat: false, stopped: None });
             return;
         }
         let worker = Arc::clone(worker);
@@ -329,7 +329,7 @@ impl Dispatcher {
             let result = run(&*worker, &ctx, &shared, &permits, number, deadline).await;
             let beat = shared.attempts.remove(&receipt);
             match result {
-                Some(result) => shared.finish(Finished { receipt, result, beat }),
+                Some(result) => shared.finish(Finished { receipt, result, beat, stopped: ctx.cancel_reason() }),
                 None => Stats::add(&shared.stats.waiting, 1),
             }
         });

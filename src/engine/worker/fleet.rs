@@ -127,6 +127,7 @@ pub struct Fleet {
 impl Fleet {
     /// Starts it. Needs no database yet: what cannot be reached is tried again.
     pub fn start(target: &Target, registry: Registry, options: FleetOptions) -> Self {
+        let target = &target.clone().for_writing();
         let stats = Arc::new(Stats::default());
         let (phase, phase_seen) = watch::channel(Phase::Running);
         let (results, inbox) = unbounded_channel();

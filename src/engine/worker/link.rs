@@ -24,10 +24,13 @@ pub const SESSION_SETTINGS: &str = "SET jit = off; SET plan_cache_mode = force_g
      SET default_transaction_isolation = 'read committed'; SET idle_in_transaction_session_timeout = 0; \
      SET statement_timeout = 0; SET lock_timeout = 0; SET idle_session_timeout = 0";
 
-/// Opens a session with the engine's settings.
+/// Opens a session with the engine's settings. Through a transaction pooler without them: they would stay on a connection
+/// that others use.
 pub async fn open(target: &Target) -> Result<Session> {
     let session = connect(target).await?;
-    session.batch_execute(SESSION_SETTINGS).await?;
+    if !session.is_pooled() {
+        session.batch_execute(SESSION_SETTINGS).await?;
+    }
     Ok(session)
 }
 

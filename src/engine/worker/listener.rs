@@ -139,6 +139,9 @@ impl Listener {
     async fn connected(target: Target) -> Result<(Session, UnboundedReceiver<AsyncMessage>)> {
         let (sender, messages) = unbounded_channel();
         let session = within(connect_with_messages(&target, sender)).await?;
+        if session.is_pooled() {
+            return Ok((session, messages));
+        }
         within(async {
             session.batch_execute(SESSION_SETTINGS).await?;
             let channel = "SELECT 'awa_wake_' || '{schema}.runtime_instances'::regclass::oid::integer";
@@ -153,6 +156,13 @@ impl Listener {
         let connected = Self::connected(self.target.clone());
         let Some(connected) = self.meanwhile(asleep, connected).await else { return Ok(()) };
         let (session, mut messages) = connected?;
+        if session.is_pooled() {
+            // It would listen, and hold its locks, on a connection that others use: for ever, and for nobody.
+            tracing::warn!("through a transaction pooler nobody can be notified: jobs are found by polling alone");
+            session.close().await;
+            while self.commands.recv().await.is_some() {}
+            return Ok(());
+        }
         let schema = &self.target.schema;
         let lock = Lock {
             take: schema.render(

@@ -39,7 +39,7 @@ counters! {
     snoozed,
     /// Attempts whose handler returned and that wait for their callback.
     waiting,
-    /// Attempts given back unrun.
+    /// Attempts given back: not run, stopped by a drain, or of a kind without a handler. Not among the snoozed.
     handed_back,
     /// Results that lost: the attempt was over in the database.
     lost,

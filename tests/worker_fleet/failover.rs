@@ -1,0 +1,204 @@
+//! A primary that dies and a standby that takes its place (issue 3, point 14).
+
+use std::collections::HashSet;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
+use std::os::unix::process::CommandExt as _;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use awactl::engine::embedded::{Embedded, Options};
+use awactl::engine::maintenance::{Lead, Maintenance, MaintenanceOptions, NotLeading, leader};
+use awactl::engine::worker::{Fleet, FleetOptions, JobContext, Outcome, open};
+use awactl::engine::{Schema, Session as EngineSession, Target, connect};
+use tokio::sync::watch;
+
+use crate::support::{Gate, OwnServer, one, queue, target, until, within};
+
+/// A streaming copy of a server.
+struct Standby {
+    server: Embedded,
+    _dir: tempfile::TempDir,
+}
+
+impl Standby {
+    async fn of(primary: &Embedded) -> Self {
+        let dir = tempfile::Builder::new().prefix("awactl-standby-").tempdir_in("/tmp").unwrap();
+        std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o711)).unwrap();
+        let data = dir.path().join("data");
+        std::fs::create_dir(&data).unwrap();
+        std::fs::set_permissions(&data, std::fs::Permissions::from_mode(0o700)).unwrap();
+        // The server does not run as root, even if this test does.
+        let owner = std::fs::metadata(primary.data_dir()).unwrap();
+        chown(&data, Some(owner.uid()), Some(owner.gid())).unwrap();
+        let mut copy = Command::new(primary.bin_dir().join("pg_basebackup"));
+        copy.args(["--write-recovery-conf", "--checkpoint=fast", "--no-sync", "--pgdata"]).arg(&data);
+        copy.arg("--dbname").arg(primary.url()).current_dir(&data).stdin(Stdio::null());
+        if nix::unistd::geteuid().is_root() {
+            copy.uid(owner.uid()).gid(owner.gid());
+        }
+        let copied = tokio::task::spawn_blocking(move || copy.status().unwrap()).await.unwrap();
+        assert!(copied.success());
+        std::fs::copy(primary.data_dir().with_file_name("password"), dir.path().join("password")).unwrap();
+        let options = Options::in_dir(dir.path()).setting("shared_buffers", "32MB").setting("fsync", "off");
+        Self { server: Embedded::start(options).await.unwrap(), _dir: dir }
+    }
+}
+
+/// Both servers in one address.
+fn target_of(servers: [&Embedded; 2], more: &str) -> Target {
+    let [hosts, ports] =
+        [servers.map(|s| s.socket_dir().to_str().unwrap().to_owned()), servers.map(|s| s.tcp_port().to_string())];
+    target(&format!("host={} port={} user=postgres dbname=postgres {more}", hosts.join(","), ports.join(",")))
+}
+
+async fn is(session: &EngineSession, condition: &str) -> bool {
+    session.query_one(condition, &[]).await.unwrap().get(0)
+}
+
+async fn until_true(session: &EngineSession, condition: &str) {
+    within(async {
+        while !is(session, condition).await {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await;
+}
+
+/// Jobs whose commit was acknowledged, and those of which nobody knows.
+#[derive(Default)]
+struct Enqueued {
+    acknowledged: HashSet<i64>,
+    maybe: HashSet<i64>,
+}
+
+impl Enqueued {
+    fn note(&mut self, id: i64, committed: bool) {
+        let known = if committed { &mut self.acknowledged } else { &mut self.maybe };
+        known.insert(id);
+    }
+}
+
+/// One job after the other, over as many connections as it takes.
+async fn produce(target: Target, enqueued: Arc<Mutex<Enqueued>>, stop: watch::Receiver<bool>) {
+    while !*stop.borrow() {
+        let Ok(mut session) = open(&target).await else {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            continue;
+        };
+        while !*stop.borrow() {
+            let Ok(transaction) = session.transaction().await else { break };
+            let Ok(row) = transaction.query_one("SELECT job_id FROM awa.enqueue('k', 'q')", &[]).await else { break };
+            let id = row.get(0);
+            let committed = transaction.commit().await.is_ok();
+            enqueued.lock().unwrap().note(id, committed);
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn fleets_go_on_at_the_promoted_standby_and_lose_nothing() {
+    let primary = OwnServer::start().await;
+    let standby = Standby::of(&primary.server).await;
+    let session = primary.session().await;
+    session.batch_execute("ALTER SYSTEM SET synchronous_standby_names = '*'").await.unwrap();
+    session.batch_execute("SELECT pg_reload_conf()").await.unwrap();
+    until_true(&session, "SELECT EXISTS (SELECT FROM pg_stat_replication WHERE sync_state = 'sync')").await;
+
+    // The second finds a standby first, and does not say what it needs.
+    let targets = [
+        target_of([&primary.server, &standby.server], "target_session_attrs=read-write"),
+        target_of([&standby.server, &primary.server], ""),
+    ];
+    let gate = Gate::new();
+    let ran: Arc<Mutex<Vec<i64>>> = Arc::default();
+    let fleets = targets.each_ref().map(|target| {
+        let (gate, ran) = (gate.clone(), Arc::clone(&ran));
+        let registry = one(move |ctx: JobContext| {
+            let (gate, ran) = (gate.clone(), Arc::clone(&ran));
+            async move {
+                ran.lock().unwrap().push(ctx.job().id);
+                gate.pass().await;
+                Outcome::Complete
+            }
+        });
+        let mut options = FleetOptions::new(vec![queue("q", 4)]);
+        // Full hands claim nothing: when the primary dies, no claim is on its way whose answer would be lost with it.
+        options.queues[0].prefetch = Some(0);
+        options.poll_interval = Duration::from_millis(50);
+        // All history is kept, to be counted in the end.
+        options.maintenance = Some(MaintenanceOptions {
+            lead_every: Duration::from_millis(100),
+            rotate_every: Duration::from_millis(500),
+            keep_sealed: 16,
+            ..MaintenanceOptions::default()
+        });
+        Fleet::start(target, registry, options)
+    });
+    let enqueued: Arc<Mutex<Enqueued>> = Arc::default();
+    let acknowledged = || enqueued.lock().unwrap().acknowledged.len();
+    let (stop, stopped) = watch::channel(false);
+    let producer = tokio::spawn(produce(targets[0].clone(), Arc::clone(&enqueued), stopped));
+    until("every worker has a job, and more wait", || gate.waiting() == 8 && acknowledged() >= 20).await;
+    let schema = Schema::default();
+    until_true(&session, "SELECT max(generation) > 0 FROM awa.queue_ring_state").await;
+    assert!(leader(&session, &schema).await.unwrap().is_some());
+
+    // Nobody leads on a standby, whatever the address says.
+    let on_standby = target(&standby.server.url());
+    let candidate = Maintenance::start(
+        &on_standby,
+        MaintenanceOptions { lead_every: Duration::from_millis(10), ..MaintenanceOptions::default() },
+    );
+    let refused = || candidate.report().skipped.get("lead: the server is a standby").copied().unwrap_or(0);
+    until("a candidate on the standby is refused over and over", || refused() >= 3).await;
+    let (lead, _) = Lead::take(connect(&on_standby).await.unwrap(), &schema, Duration::from_secs(15)).await;
+    assert!(matches!(lead, Err(NotLeading::Refused("the server is a standby"))));
+    assert!(!candidate.stop().await.leading);
+
+    primary.server.stop_immediate().await.unwrap();
+    // What these return is computed while nobody can take it.
+    let flushes = fleets.each_ref().map(|fleet| fleet.stats().flushes);
+    gate.open(8);
+    until("both fail to write", || fleets.iter().zip(flushes).all(|(f, before)| f.stats().flushes > before)).await;
+    let session = connect(&on_standby).await.unwrap();
+    assert!(leader(&session, &schema).await.unwrap().is_none());
+    let turns: i64 = session.query_one("SELECT max(generation) FROM awa.queue_ring_state", &[]).await.unwrap().get(0);
+    assert!(is(&session, "SELECT pg_promote()").await, "not promoted");
+    gate.open(1_000_000);
+    let before = acknowledged();
+    until("what was computed is written, and more is enqueued and done", || {
+        fleets.iter().all(|fleet| fleet.stats().completed > 8) && acknowledged() > before + 20
+    })
+    .await;
+    until_true(&session, &format!("SELECT max(generation) > {turns} FROM awa.queue_ring_state")).await;
+    assert!(leader(&session, &schema).await.unwrap().is_some());
+    stop.send_replace(true);
+    producer.await.unwrap();
+    let Enqueued { acknowledged, maybe } = std::mem::take(&mut *enqueued.lock().unwrap());
+    let ids: HashSet<i64> = within(async {
+        loop {
+            let rows = session.query("SELECT id FROM awa.terminal_jobs WHERE state = 'completed'", &[]).await.unwrap();
+            let ids: Vec<i64> = rows.iter().map(|row| row.get(0)).collect();
+            let unique: HashSet<i64> = ids.iter().copied().collect();
+            assert_eq!(unique.len(), ids.len(), "a job that ended twice");
+            if unique.is_superset(&acknowledged) {
+                return unique;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await;
+    assert!(ids.iter().all(|id| acknowledged.contains(id) || maybe.contains(id)), "a job that nobody enqueued");
+    for fleet in fleets {
+        let stats = within(fleet.shut_down()).await;
+        assert_eq!((stats.lost, stats.unwritten), (0, 0));
+    }
+    // Each ran once: no result had to be computed again.
+    let ran = std::mem::take(&mut *ran.lock().unwrap());
+    assert_eq!(ran.len(), ran.iter().collect::<HashSet<_>>().len(), "a job that ran twice");
+    session.close().await;
+    standby.server.stop().await.unwrap();
+    primary.server.stop().await.unwrap();
+}
