@@ -435,3 +435,11 @@ fn tables_fit_80_columns_and_break_no_name_into_letters() {
     }
     assert!(db.done(&["queue", "list"]).contains(queue), "in one piece");
 }
+
+#[test]
+fn arguments_beyond_what_a_program_can_hold_are_shown_as_text() {
+    let db = Db::new();
+    let job = db.sql("SELECT job_id FROM awa.enqueue('k', 'q', args => '{\"n\": 1e400}')");
+    let args = db.json(&["job", "show", &job])["args"].as_str().unwrap().to_owned();
+    assert!(args.starts_with("{\"n\": 1000000") && args.len() > 400, "{args}");
+}

@@ -110,6 +110,27 @@ async fn a_pass_ends_with_the_lead_wherever_it_is() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_role_that_may_not_maintain_leaves_the_lead_to_one_that_may() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    s.exec(
+        "CREATE ROLE looker; GRANT USAGE ON SCHEMA awa TO looker; GRANT SELECT ON ALL TABLES IN SCHEMA awa TO looker",
+    )
+    .await;
+    let url = server::server().url_of(&database(&db));
+    let options_of = if url.contains('?') { '&' } else { '?' };
+    let looker = target(&format!("{url}{options_of}options=-c%20role%3Dlooker"));
+    // Comes back long after the test.
+    let first = Maintenance::start(&looker, MaintenanceOptions { lead_every: Duration::from_secs(3600), ..options() });
+    until("it gives up", || first.report().failed.get("lead").is_some_and(|e| e.contains("permission denied"))).await;
+    let second = Maintenance::start(&target(&url), options());
+    defer(&s).await;
+    until("the other one does the work", || second.report().promoted == 1).await;
+    first.stop().await;
+    second.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn when_the_connection_of_its_passes_is_killed_a_leader_opens_another() {
     let db = Db::new().await;
     let target = target_of(&db);

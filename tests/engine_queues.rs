@@ -4,6 +4,7 @@ mod common;
 
 use std::time::Duration;
 
+use awactl::engine::{Schema, queues};
 use common::{Db, Session, attempts, jobs};
 
 async fn counted(s: &Session) -> Vec<String> {
@@ -124,6 +125,27 @@ async fn a_drain_cancels_what_waits_in_bounded_calls_and_leaves_what_runs() {
     // What comes later is not drained.
     let later = s.enqueue("q", 1).await;
     assert_eq!(s.drain("q").await, later);
+}
+
+#[tokio::test]
+async fn a_drain_ends_although_a_producer_goes_on() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    // A job that comes while each call runs.
+    s.exec(
+        "ALTER FUNCTION @drain_queue RENAME TO drain_once;
+         CREATE FUNCTION @drain_queue(q text, r text, n integer) RETURNS integer LANGUAGE plpgsql AS $$
+         DECLARE
+             v_drained integer := @drain_once(q, r, n);
+         BEGIN
+             PERFORM @enqueue('k', q);
+             RETURN v_drained;
+         END $$",
+    )
+    .await;
+    s.enqueue("q", 3).await;
+    let drained = queues::drain(&s.client, &Schema::default(), "q", None, |_| {}).await.unwrap();
+    assert_eq!((drained, s.drain("q").await.len()), (3, 1));
 }
 
 #[tokio::test]

@@ -388,8 +388,9 @@ BEGIN
 END
 $function$;
 
--- Moves the cursors of lanes over what is committed, for lanes that no claim visits any more. Returns how many moved.
-CREATE FUNCTION {schema}.advance_idle_cursors() RETURNS integer
+-- Moves the cursors of lanes over what is committed, for lanes that no claim visits any more. Returns how many moved. Takes
+-- three locks a lane until the end of the transaction, so it is called for some lanes at a time.
+CREATE FUNCTION {schema}.advance_idle_cursors(p_first integer DEFAULT 0, p_last integer DEFAULT 2147483647) RETURNS integer
 LANGUAGE plpgsql AS $function$
 DECLARE
     -- As in claim: what this transaction itself emitted may be rolled back.
@@ -408,7 +409,7 @@ BEGIN
     IF NOT c_may_advance THEN
         RETURN 0;
     END IF;
-    FOR v_lane IN SELECT l.* FROM {schema}.queue_lanes AS l ORDER BY l.lane_id LOOP
+    FOR v_lane IN SELECT l.* FROM {schema}.queue_lanes AS l WHERE l.lane_id BETWEEN p_first AND p_last ORDER BY l.lane_id LOOP
         v_allocated := pg_sequence_last_value(v_lane.seq);
         CONTINUE WHEN pg_sequence_last_value(v_lane.spent) >= v_allocated;
         CONTINUE WHEN NOT pg_try_advisory_xact_lock('{schema}.queue_lanes'::regclass::oid::integer, v_lane.lane_id);

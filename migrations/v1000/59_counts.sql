@@ -1,8 +1,11 @@
 -- Counts: exact per queue and state, and never by scanning a backlog (engine.md, Counts).
 
 -- Counts stretches of deep backlogs once and keeps the numbers: of lanes with over p_stretch numbers beyond what is
--- counted, as far as nothing can change any more. Returns how many stretches it added.
-CREATE FUNCTION {schema}.settle_backlog_segments(p_stretch bigint DEFAULT 25000) RETURNS integer
+-- counted, as far as nothing can change any more. Returns how many stretches it added. For some lanes at a time, as
+-- advance_idle_cursors.
+CREATE FUNCTION {schema}.settle_backlog_segments(
+    p_stretch bigint DEFAULT 25000, p_first integer DEFAULT 0, p_last integer DEFAULT 2147483647
+) RETURNS integer
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_lane {schema}.queue_lanes;
@@ -17,7 +20,7 @@ BEGIN
         RAISE EXCEPTION 'settle_backlog_segments needs READ COMMITTED, not %', upper(current_setting('transaction_isolation'))
             USING ERRCODE = 'feature_not_supported';
     END IF;
-    FOR v_lane IN SELECT l.* FROM {schema}.queue_lanes AS l ORDER BY l.lane_id LOOP
+    FOR v_lane IN SELECT l.* FROM {schema}.queue_lanes AS l WHERE l.lane_id BETWEEN p_first AND p_last ORDER BY l.lane_id LOOP
         v_allocated := pg_sequence_last_value(v_lane.seq);
         CONTINUE WHEN v_allocated - pg_sequence_last_value(v_lane.spent) <= p_stretch;
         -- Lock: one settler a lane, until its stretches are committed; never waited for. Whoever gets it reads how far the

@@ -23,9 +23,25 @@ $function$;
 
 INSERT INTO {schema}.schema_homes (home) VALUES ({schema}.current_home());
 
--- Takes claim cursors back to before the first job that nobody claimed, if this schema came from elsewhere. Returns how many
--- lanes that was. Called by whoever begins to maintain.
-CREATE FUNCTION {schema}.fit_cursors_after_restore() RETURNS integer
+-- Whether this schema came from elsewhere, and its cursors have not been looked at since.
+CREATE FUNCTION {schema}.was_restored() RETURNS boolean
+LANGUAGE plpgsql STABLE AS $function$
+BEGIN
+    RETURN (SELECT h.home FROM {schema}.schema_homes AS h ORDER BY h.since DESC LIMIT 1) IS DISTINCT FROM {schema}.current_home();
+END
+$function$;
+
+-- Once every lane is looked at.
+CREATE FUNCTION {schema}.settle_in() RETURNS void
+LANGUAGE plpgsql AS $function$
+BEGIN
+    INSERT INTO {schema}.schema_homes (home) VALUES ({schema}.current_home());
+END
+$function$;
+
+-- Takes claim cursors of lanes back to before the first job that nobody claimed. Returns how many lanes that was. For a schema
+-- that was_restored, by whoever begins to maintain; for some lanes at a time, as advance_idle_cursors.
+CREATE FUNCTION {schema}.fit_cursors_after_restore(p_first integer DEFAULT 0, p_last integer DEFAULT 2147483647) RETURNS integer
 LANGUAGE plpgsql SET enable_seqscan = off SET jit = off AS $function$
 DECLARE
     v_lane {schema}.queue_lanes;
@@ -38,10 +54,7 @@ BEGIN
         RAISE EXCEPTION 'fit_cursors_after_restore needs READ COMMITTED, not %', upper(current_setting('transaction_isolation'))
             USING ERRCODE = 'feature_not_supported';
     END IF;
-    IF (SELECT h.home FROM {schema}.schema_homes AS h ORDER BY h.since DESC LIMIT 1) = {schema}.current_home() THEN
-        RETURN 0;
-    END IF;
-    FOR v_lane IN SELECT l.* FROM {schema}.queue_lanes AS l ORDER BY l.lane_id LOOP
+    FOR v_lane IN SELECT l.* FROM {schema}.queue_lanes AS l WHERE l.lane_id BETWEEN p_first AND p_last ORDER BY l.lane_id LOOP
         -- Lock: the lane, so that nothing is emitted and the cursor stands still. Waited for: a claim holds it briefly.
         PERFORM pg_advisory_xact_lock('{schema}.queue_lanes'::regclass::oid::integer, v_lane.lane_id);
         v_spent := pg_sequence_last_value(v_lane.spent);
@@ -59,7 +72,6 @@ BEGIN
             v_moved := v_moved + 1;
         END IF;
     END LOOP;
-    INSERT INTO {schema}.schema_homes (home) VALUES ({schema}.current_home());
     RETURN v_moved;
 END
 $function$;

@@ -107,7 +107,10 @@ impl Context {
         let resolved = self.target(access).await?;
         let session = connect(&resolved.target).await?;
         // What a command reads after it waited for a lock must be what others committed, whatever the role's default.
-        session.batch_execute("SET default_transaction_isolation = 'read committed'").await?;
+        // Not through a transaction pooler, where the setting would stay on a connection that others use.
+        if !session.is_pooled() {
+            session.batch_execute("SET default_transaction_isolation = 'read committed'").await?;
+        }
         Ok((session, resolved))
     }
 

@@ -193,7 +193,7 @@ impl Table {
 
     pub fn row<C: Into<String>>(&mut self, cells: impl IntoIterator<Item = C>) -> &mut Self {
         let cells = cells.into_iter().enumerate().map(|(column, cell)| {
-            let text: String = cell.into();
+            let text = printable(cell.into());
             if !text.is_empty() && text != "0" {
                 self.idle.retain(|idle| *idle != column);
             }
@@ -246,6 +246,24 @@ impl Table {
         let lines = self.inner.lines().map(|line| line.trim_end().to_owned());
         lines.collect::<Vec<_>>().join("\n")
     }
+}
+
+/// With control characters, but for the ends of lines, and what turns the direction of writing shown as `\u{1b}`: a producer's
+/// text must not steer an operator's terminal.
+pub fn printable(text: String) -> String {
+    let steers =
+        |c: char| c != '\n' && c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    if !text.contains(steers) {
+        return text;
+    }
+    text.chars().fold(String::new(), |mut shown, c| {
+        match c {
+            '\t' => shown.push(' '),
+            c if steers(c) => shown.extend(c.escape_unicode()),
+            c => shown.push(c),
+        }
+        shown
+    })
 }
 
 /// 12,345,678
@@ -304,6 +322,15 @@ pub fn human_duration(duration: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_would_steer_a_terminal_is_shown_instead() {
+        let mut table = Table::new(&["kind"]);
+        table.row(["\u{1b}]0;title\u{7}a\tb\u{202e}c"]);
+        let text = table.render(false);
+        assert!(text.contains(r"\u{1b}]0;title\u{7}a b\u{202e}c"), "{text}");
+        assert!(!text.contains('\u{1b}'));
+    }
 
     #[test]
     fn numbers_are_written_for_people() {

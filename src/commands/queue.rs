@@ -206,9 +206,17 @@ async fn drain(context: &Context, queue: String, reason: Option<String>) -> anyh
     context.confirm_irreversible(&format!("cancel everything that waits in queue {queue}")).await?;
     let (session, resolved) = context.connect_installed(Access::Change).await?;
     let bar = bar(context.shows_progress(), "cancelled", 0);
-    let cancelled =
-        queues::drain(&session, &resolved.target.schema, &queue, reason.as_deref(), |n| bar.set_position(n)).await?;
+    let mut so_far = 0;
+    let drained = queues::drain(&session, &resolved.target.schema, &queue, reason.as_deref(), |n| {
+        so_far = n;
+        bar.set_position(n);
+    })
+    .await;
     bar.finish_and_clear();
+    if drained.is_err() {
+        context.note(&format!("{} jobs are cancelled so far; drain again for the rest", thousands(so_far as i64)));
+    }
+    let cancelled = drained?;
     let had_jobs = had_jobs(context, &session, &resolved.target.schema, &queue, SEE_LIST).await?;
     session.close().await;
     context.output.print(&Drained { queue, dry_run: false, cancelled, had_jobs }, |d| {

@@ -4,6 +4,7 @@ use serde::Serialize;
 use tokio_postgres::error::SqlState;
 
 use super::exit::{CommandError, ExitCode};
+use super::output::printable;
 use crate::engine::error::chain;
 use crate::engine::{EngineError, Refusal};
 
@@ -104,5 +105,5 @@ fn lines(error: &anyhow::Error) -> (String, String, String) {
 }
 
 fn one_line(text: &str) -> String {
-    text.split_whitespace().collect::<Vec<_>>().join(" ")
+    printable(text.split_whitespace().collect::<Vec<_>>().join(" "))
 }

@@ -121,6 +121,10 @@ pub fn is_read_only(error: &EngineError) -> bool {
     matches!(error, EngineError::Database(source) if source.code() == Some(&SqlState::READ_ONLY_SQL_TRANSACTION))
 }
 
+pub fn is_forbidden(error: &EngineError) -> bool {
+    matches!(error, EngineError::Database(source) if source.code() == Some(&SqlState::INSUFFICIENT_PRIVILEGE))
+}
+
 /// An error and its causes on one line, without saying the same thing twice.
 pub fn chain(error: &(dyn StdError + 'static)) -> String {
     let mut text = error.to_string();

@@ -73,7 +73,8 @@ pub async fn list_jobs(client: &Client, schema: &Schema, filter: &JobFilter) -> 
 fn read(row: &Row) -> Result<ShownJob> {
     let json = |n: usize| -> Result<Option<serde_json::Value>> {
         let text: Option<RawJson> = row.try_get(n)?;
-        Ok(text.and_then(|text| serde_json::from_str(text.as_str()).ok()))
+        // Numbers beyond a double and nesting beyond 127 levels are shown as the text they are.
+        Ok(text.map(|text| text.parse().unwrap_or_else(|_| serde_json::Value::from(text.as_str()))))
     };
     let errors = match json(14)? {
         Some(serde_json::Value::Array(errors)) => errors,

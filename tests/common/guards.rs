@@ -134,7 +134,7 @@ const GUARDS: &[(&str, &str, &str)] = &[
         "               OR (false AND s.slot = (v_cursor & 255)::smallint",
     ),
     ("promise_free", "        IF v_free THEN\n", "        IF true THEN\n"),
-    ("fit_cursors", "    IF (SELECT h.home FROM", "    IF true OR (SELECT h.home FROM"),
+    ("fit_cursors", "    RETURN (SELECT h.home FROM", "    RETURN false AND (SELECT h.home FROM"),
     ("promise", "IF v_promised >> 8 > v_current.generation THEN", "IF false THEN"),
     (
         "rotator_lock",

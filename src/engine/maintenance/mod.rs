@@ -22,7 +22,7 @@ pub use lead::{Lead, LeaderInfo, NotLeading, leader};
 use tasks::{Task, fit_cursors_after_restore};
 
 use super::connect::Session;
-use super::error::{Result, is_read_only};
+use super::error::{Result, is_forbidden, is_read_only};
 use super::ring::Ring;
 use super::schema::Schema;
 use super::target::Target;
@@ -249,7 +249,8 @@ impl Leader {
                 () = &mut stop_now => return Ok(()),
             };
             if let Err(error) = outcome {
-                if is_read_only(&error) {
+                // A server that takes no writes, or a role that may not: somebody else may do better.
+                if is_read_only(&error) || is_forbidden(&error) {
                     return Err(error);
                 }
                 tracing::warn!(task = task.name(), error = %error, "a maintenance task failed");

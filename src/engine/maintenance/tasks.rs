@@ -104,10 +104,11 @@ impl Task {
                     let gone: i64 = client.query_typed_one(&sql, &[(&ring.name(), Type::TEXT)]).await?.try_get(0)?;
                     report.trimmed += gone.unsigned_abs();
                 }
-                let sql = schema.render("SELECT {schema}.settle_backlog_segments(), {schema}.trim_backlog_segments()");
-                let row = client.query_typed_one(&sql, &[]).await?;
-                report.backlog_stretches_counted += row.try_get::<_, i32>(0)?.unsigned_abs() as u64;
-                report.trimmed += row.try_get::<_, i64>(1)?.unsigned_abs();
+                let settle = "{schema}.settle_backlog_segments(p_first => $1, p_last => $2)";
+                report.backlog_stretches_counted += each_lane(client, schema, settle).await?;
+                let sql = schema.render("SELECT {schema}.trim_backlog_segments()");
+                let gone: i64 = client.query_typed_one(&sql, &[]).await?.try_get(0)?;
+                report.trimmed += gone.unsigned_abs();
                 let sql = schema.render(
                     "SELECT {schema}.trim_attempt_state(), {schema}.purge_expired(), {schema}.fold_terminal_rollups()",
                 );
@@ -128,7 +129,7 @@ async fn prune_rings(
     options: &MaintenanceOptions,
     report: &mut MaintenanceReport,
 ) -> Result<()> {
-    client.query_typed(&schema.render("SELECT {schema}.advance_idle_cursors()"), &[]).await?;
+    each_lane(client, schema, "{schema}.advance_idle_cursors($1, $2)").await?;
     for (ring, keep) in [(Ring::Claim, 0), (Ring::Lease, 0), (Ring::Queue, options.keep_sealed)] {
         let slots = ring::slots(client, schema, ring).await?;
         let sealed = ring::sealed(&slots);
@@ -146,10 +147,31 @@ async fn prune_rings(
     Ok(())
 }
 
+/// Lanes looked at in one transaction: each costs it three locks, and the server's lock table is shared.
+const LANES_AT_A_TIME: i32 = 256;
+
+/// Calls a function of a first and a last lane for all of them; the sum of what it returns.
+async fn each_lane(client: &Client, schema: &Schema, call: &str) -> Result<u64> {
+    let sql = schema.render("SELECT coalesce(max(l.lane_id), 0) FROM {schema}.queue_lanes AS l");
+    let newest: i32 = client.query_typed_one(&sql, &[]).await?.try_get(0)?;
+    let sql = schema.render(&format!("SELECT {call}"));
+    let mut sum = 0;
+    for first in (0..=newest).step_by(LANES_AT_A_TIME as usize) {
+        let last = first.saturating_add(LANES_AT_A_TIME - 1);
+        let row = client.query_typed_one(&sql, &[(&first, Type::INT4), (&last, Type::INT4)]).await?;
+        sum += u64::from(row.try_get::<_, i32>(0)?.unsigned_abs());
+    }
+    Ok(sum)
+}
+
 /// A dump of a working queue has claim cursors ahead of its tables; see `80_restore.sql`.
 pub(super) async fn fit_cursors_after_restore(client: &Client, schema: &Schema) -> Result<()> {
-    let sql = schema.render("SELECT {schema}.fit_cursors_after_restore()");
-    let lanes: i32 = client.query_typed_one(&sql, &[]).await?.try_get(0)?;
+    let sql = schema.render("SELECT {schema}.was_restored()");
+    if !client.query_typed_one(&sql, &[]).await?.try_get(0)? {
+        return Ok(());
+    }
+    let lanes = each_lane(client, schema, "{schema}.fit_cursors_after_restore($1, $2)").await?;
+    client.query_typed(&schema.render("SELECT {schema}.settle_in()"), &[]).await?;
     if lanes > 0 {
         tracing::warn!(lanes, "this schema was restored: took claim cursors back to the jobs that nobody claimed");
     }
