@@ -68,6 +68,7 @@ pub const MIGRATIONS: &[Migration] = &[Migration {
         "v1000/67_queues.sql",
         "v1000/70_cron.sql",
         "v1000/80_restore.sql",
+        "v1000/81_timeline.sql",
     ],
 }];
 

@@ -32,6 +32,7 @@ pub mod rescue;
 pub mod ring;
 pub mod schema;
 pub mod target;
+pub mod timeline;
 pub mod tls;
 pub mod unique;
 pub mod worker;

@@ -192,6 +192,8 @@ async fn fleets_go_on_at_the_promoted_standby_and_lose_nothing() {
         }
     })
     .await;
+    let gap = "SELECT max(batch_id) > 1000000 AND max(batch_id) < 2000000 FROM awa.lease_claim_batches";
+    assert!(is(&session, gap).await, "no number of the old timeline is used again");
     assert!(ids.iter().all(|id| acknowledged.contains(id) || maybe.contains(id)), "a job that nobody enqueued");
     for fleet in fleets {
         let stats = within(fleet.shut_down()).await;
@@ -201,6 +203,53 @@ async fn fleets_go_on_at_the_promoted_standby_and_lose_nothing() {
     let ran = std::mem::take(&mut *ran.lock().unwrap());
     assert_eq!(ran.len(), ran.iter().collect::<HashSet<_>>().len(), "a job that ran twice");
     session.close().await;
+    standby.server.stop().await.unwrap();
+    primary.server.stop().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_result_from_before_a_failover_that_lost_its_claim_ends_no_other_attempt() {
+    let primary = OwnServer::start().await;
+    let before = primary.session().await;
+    // Below what a sequence logs ahead, so that both go on at the same number.
+    let claim_one =
+        "SELECT claim_slot, batch_id * 1024, job_ids[1], run_leases[1] FROM awa.claim('q', 1, NULL, 'before')";
+    let enqueue = "SELECT awa.enqueue('k', 'q')";
+    for _ in 0..5 {
+        before.query_one(enqueue, &[]).await.unwrap();
+        before.query_one(claim_one, &[]).await.unwrap();
+    }
+    let standby = Standby::of(&primary.server).await;
+    let there = connect(&target(&standby.server.url())).await.unwrap();
+    until_true(&there, "SELECT count(*) = 5 FROM awa.lease_claim_batches").await;
+    there.batch_execute("ALTER SYSTEM SET primary_conninfo = ''").await.unwrap();
+    there.batch_execute("SELECT pg_reload_conf()").await.unwrap();
+    until_true(&there, "SELECT NOT EXISTS (SELECT FROM pg_stat_wal_receiver)").await;
+    // What the standby never hears of.
+    let mut lost = vec![];
+    for _ in 0..100 {
+        before.query_one(enqueue, &[]).await.unwrap();
+        let row = before.query_one(claim_one, &[]).await.unwrap();
+        lost.push((row.get::<_, i16>(0), row.get::<_, i64>(1), row.get::<_, i64>(2), row.get::<_, i64>(3)));
+    }
+    primary.server.stop_immediate().await.unwrap();
+    assert!(is(&there, "SELECT pg_promote()").await, "not promoted");
+
+    // As every worker does before it claims.
+    for first in [true, false] {
+        assert_eq!(is(&there, "SELECT awa.enter_timeline()").await, first);
+    }
+    for _ in 0..100 {
+        there.query_one(enqueue, &[]).await.unwrap();
+        there.query_one(claim_one, &[]).await.unwrap();
+    }
+    for (slot, receipt, job, lease) in lost {
+        let complete = "SELECT count(*) = 1 FROM awa.complete(ARRAY[$1::smallint], ARRAY[$2::bigint], ARRAY[$3::bigint], ARRAY[$4::bigint])";
+        let loses: bool = there.query_one(complete, &[&slot, &receipt, &job, &lease]).await.unwrap().get(0);
+        assert!(loses, "the attempt of another job {job} was ended by receipt {receipt}");
+    }
+    assert!(is(&there, "SELECT NOT EXISTS (SELECT FROM awa.receipt_completion_batches)").await);
+    there.close().await;
     standby.server.stop().await.unwrap();
     primary.server.stop().await.unwrap();
 }

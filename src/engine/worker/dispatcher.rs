@@ -26,6 +26,7 @@ use crate::engine::claim::{Claim, ClaimOptions, Claimed, Claims, MAX_CLAIM};
 use crate::engine::error::Result;
 use crate::engine::schema::Schema;
 use crate::engine::target::Target;
+use crate::engine::timeline;
 
 /// After an empty claim a queue that had work this recently is asked again shortly, without the ceremony of sleeping.
 const WARM: Duration = Duration::from_millis(20);
@@ -123,6 +124,7 @@ impl Drop for Counted {
 
 impl Prepared for Claim {
     async fn prepare(client: &tokio_postgres::Client, schema: &Schema) -> Result<Self> {
+        timeline::enter(client, schema).await?;
         Self::prepare(client, schema).await
     }
 }
