@@ -46,6 +46,11 @@ fn refused(candidate: &Maintenance) -> u64 {
     candidate.report().skipped.get("lead: another process leads").copied().unwrap_or(0)
 }
 
+/// It leads, and has a connection for its passes.
+async fn passing(candidate: &Maintenance) {
+    until("it passes", || candidate.report().skipped.keys().any(|task| task.starts_with("rotate"))).await;
+}
+
 async fn leader_pid(session: &EngineSession) -> i32 {
     leader(session, &Schema::default()).await.unwrap().expect("somebody leads").pid
 }
@@ -131,7 +136,7 @@ async fn when_the_connection_of_its_passes_is_killed_a_leader_opens_another() {
     let target = target_of(&db);
     let watcher = connect(&target).await.unwrap();
     let maintenance = Maintenance::start(&target, options());
-    until("it leads", || maintenance.report().leading).await;
+    passing(&maintenance).await;
     let pid = leader_pid(&watcher).await;
     let s = db.session().await;
     let passes = format!(
@@ -148,6 +153,27 @@ async fn when_the_connection_of_its_passes_is_killed_a_leader_opens_another() {
     }
     assert_eq!(leader_pid(&watcher).await, pid, "the lead was lost");
     assert!(maintenance.stop().await.failed.keys().all(|task| *task != "lead"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_leader_whose_server_takes_no_more_writes_leads_no_longer_and_comes_back() {
+    let db = Db::new().await;
+    let target = target_of(&db);
+    let maintenance = Maintenance::start(&target, options());
+    passing(&maintenance).await;
+    // Holds for new sessions: the one that leads is from before.
+    let database = database(&db);
+    db.exec(&format!("ALTER DATABASE {database} SET default_transaction_read_only = on")).await;
+    let passes = format!("datname = '{database}' AND application_name = 'awactl maintenance'");
+    db.until(&format!(
+        "SELECT coalesce(bool_or(pg_terminate_backend(pid)), false) FROM pg_stat_activity WHERE {passes}"
+    ))
+    .await;
+    until("it is refused", || maintenance.report().skipped.contains_key("lead: the server is read-only")).await;
+    assert!(!maintenance.report().leading);
+    db.exec(&format!("ALTER DATABASE {database} RESET default_transaction_read_only")).await;
+    until("it leads again", || maintenance.report().leading).await;
+    maintenance.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -214,13 +240,16 @@ async fn through_a_transaction_pooler_one_of_two_leads_and_maintains() {
         ..options()
     };
     let candidates = [0, 1].map(|_| Maintenance::start(&pooled, options.clone()));
-    let leads = |n: usize| candidates[n].report().leading;
+    let led = || [0, 1].map(|n: usize| candidates[n].report().led);
+    let mut before = [0, 0];
     for round in 1..=3 {
-        until("one leads", || leads(0) || leads(1)).await;
-        let (leader, follower) = if leads(0) { (0, 1) } else { (1, 0) };
+        until("one leads", || led() != before).await;
+        let leader = usize::from(led()[0] == before[0]);
+        let follower = 1 - leader;
+        before = led();
         let tried = refused(&candidates[follower]);
         until("the other one is refused", || refused(&candidates[follower]) > tried).await;
-        let before = candidates[leader].report();
+        let then = candidates[leader].report();
         let more = |now: &BTreeMap<&str, u64>, then: &BTreeMap<&str, u64>| {
             ["queue", "claim"].iter().all(|ring| now.get(ring) > then.get(ring))
         };
@@ -232,15 +261,15 @@ async fn through_a_transaction_pooler_one_of_two_leads_and_maintains() {
             let claimed = s.try_claim("q", 1024, true).await.unwrap().unwrap_or_default();
             assert_eq!(s.complete(&attempts(&claimed)).await, []);
             let now = candidates[leader].report();
-            let went_on = more(&now.rotated, &before.rotated) && more(&now.pruned, &before.pruned);
-            if went_on && now.promoted > before.promoted && now.cron_fired > before.cron_fired {
+            let went_on = more(&now.rotated, &then.rotated) && more(&now.pruned, &then.pruned);
+            if went_on && now.promoted > then.promoted && now.cron_fired > then.cron_fired {
                 break;
             }
             assert!(Instant::now() < end, "it leads and does not maintain: {now:?}");
         }
-        assert_eq!((leads(leader), leads(follower)), (true, false), "round {round}");
-        db.exec(&format!("SELECT pg_terminate_backend({})", leader_pid(&watcher).await)).await;
-        until("it knows", || candidates[leader].report().failed.contains_key("lead")).await;
+        assert_eq!(led(), before, "another one led in round {round}");
+        let pid = leader_pid(&watcher).await;
+        db.exec(&format!("SELECT pg_terminate_backend({pid})")).await;
     }
     for candidate in candidates {
         let mut report = candidate.stop().await;

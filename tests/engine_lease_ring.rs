@@ -284,3 +284,50 @@ async fn answers_against_the_ring(rounds: usize) {
     }
     assert_eq!(s.complete(&mine).await, []);
 }
+
+#[tokio::test]
+async fn a_prune_waits_for_no_other_slot() {
+    let db = Db::new().await;
+    let (s, other) = (db.session().await, db.session().await);
+    let (a, _) = waiting(&s).await;
+    let slot = slot_of(&s, &a).await;
+    assert!(s.rotate("lease").await.0);
+    let open = s.one::<i16>("SELECT slot FROM @ring_slots('lease') WHERE state = 'open'").await;
+    for n in (0..8).filter(|n| *n != slot && *n != i32::from(open)) {
+        other.exec(&format!("BEGIN; LOCK TABLE @leases_{n} IN ACCESS EXCLUSIVE MODE")).await;
+    }
+    // As the engine's sessions do.
+    s.exec("SET plan_cache_mode = force_generic_plan").await;
+    let (pruned, reason, detail) = s.prune("lease", slot).await;
+    assert!(pruned, "{reason}: {detail}");
+    assert_eq!(slot_of_open(&s, &a, open).await, 1);
+}
+
+/// Asked of the partition alone.
+async fn slot_of_open(s: &Session, a: &Attempt, slot: i16) -> i64 {
+    s.one(&format!("SELECT count(*) FROM @leases_{slot} WHERE job_id = {}", a.job)).await
+}
+
+#[tokio::test]
+async fn a_prune_that_needs_what_somebody_holds_skips_and_lets_the_slot_go() {
+    let db = Db::new().await;
+    let (s, other) = (db.session().await, db.session().await);
+    s.enqueue("q", 1).await;
+    let a = attempts(&s.claim("q", 1).await);
+    assert_eq!(s.close(&a, "failed", Some("no"), "0").await, []);
+    for ring in ["claim", "queue"] {
+        assert!(s.rotate(ring).await.0);
+    }
+    s.exec("SELECT @advance_idle_cursors()").await;
+    s.prune_all("claim").await;
+    other.exec("BEGIN; LOCK TABLE @dlq_entries IN EXCLUSIVE MODE").await;
+    s.exec("BEGIN; SET LOCAL lock_timeout = '77 s'").await;
+    let (pruned, reason, detail) = s.prune("queue", 0).await;
+    assert_eq!((pruned, reason.as_str()), (false, "locked"), "{detail}");
+    assert_eq!(s.one::<String>("SHOW lock_timeout").await, "77s");
+    // Not even this transaction keeps anybody from the slot.
+    other.exec("SELECT count(*) FROM @done_entries_0; COMMIT").await;
+    assert!(s.prune("queue", 0).await.0);
+    s.exec("COMMIT").await;
+    assert_eq!(s.one::<i64>("SELECT count(*) FROM @dlq_entries").await, 1);
+}

@@ -206,6 +206,9 @@ DECLARE
     v_children text;
     v_relations oid[];
     v_blocker record;
+    c_patience constant text := greatest(extract(epoch FROM p_lock_timeout) * 1000, 1)::integer::text;
+    c_before constant text := current_setting('lock_timeout');
+    v_locked boolean := false;
 BEGIN
     pruned := false;
     IF current_setting('transaction_isolation') <> 'read committed' THEN
@@ -225,10 +228,10 @@ BEGIN
 
     -- First proof, without any lock of ours; another pruner may hold the partitions.
     BEGIN
-        PERFORM set_config('lock_timeout', greatest(extract(epoch FROM p_lock_timeout) * 1000, 1)::integer::text, true);
+        PERFORM set_config('lock_timeout', c_patience, true);
         EXECUTE format('SELECT b.reason, b.detail FROM %I.%I($1) AS b', {schema_literal}, p_ring || '_slot_blocker')
         INTO v_blocker USING p_slot;
-        PERFORM set_config('lock_timeout', '0', true);
+        PERFORM set_config('lock_timeout', c_before, true);
     EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
         reason := 'locked';
         detail := 'another session holds the partitions exclusively';
@@ -259,40 +262,53 @@ BEGIN
     INTO v_children, v_relations
     FROM unnest({schema}.ring_parents(p_ring)) AS p;
     BEGIN
-        -- Lock: the partitions, exclusively and briefly. A reader that does not let go costs a skip.
-        PERFORM set_config('lock_timeout', greatest(extract(epoch FROM p_lock_timeout) * 1000, 1)::integer::text, true);
+        -- Lock: the partitions, exclusively and briefly. A reader that does not let go costs a skip, and so does whoever holds
+        -- something that is needed while they are held.
+        PERFORM set_config('lock_timeout', c_patience, true);
         EXECUTE 'LOCK TABLE ' || v_children || ' IN ACCESS EXCLUSIVE MODE';
-        PERFORM set_config('lock_timeout', '0', true);
+        v_locked := true;
+
+        -- Second proof: a fresh statement under the locks sees what was committed while they were waited for.
+        SELECT s.state INTO v_state FROM {schema}.ring_slots(p_ring) AS s WHERE s.slot = p_slot AND s.generation = prune.generation;
+        EXECUTE format('SELECT b.reason, b.detail FROM %I.%I($1) AS b', {schema_literal}, p_ring || '_slot_blocker')
+        INTO v_blocker USING p_slot;
+        IF v_state IS DISTINCT FROM 'sealed' OR v_blocker.reason IS NOT NULL THEN
+            reason := coalesce(v_blocker.reason, v_state, 'moved_on');
+            detail := v_blocker.detail;
+        ELSE
+            PERFORM {schema}.empty_slot(p_ring, p_slot, generation, v_relations);
+            pruned := true;
+        END IF;
+        PERFORM set_config('lock_timeout', c_before, true);
     EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
-        reason := 'reader';
-        detail := {schema}.lock_holders(NULL, NULL, v_relations);
-        RETURN;
+        reason := CASE WHEN v_locked THEN 'locked' ELSE 'reader' END;
+        detail := CASE
+            WHEN v_locked THEN 'another session holds what the slot''s end needs: ' || sqlerrm
+            ELSE {schema}.lock_holders(NULL, NULL, v_relations)
+        END;
     END;
+END
+$function$;
 
-    -- Second proof: a fresh statement under the locks sees what was committed while they were waited for.
-    SELECT s.state INTO v_state FROM {schema}.ring_slots(p_ring) AS s WHERE s.slot = p_slot AND s.generation = prune.generation;
-    EXECUTE format('SELECT b.reason, b.detail FROM %I.%I($1) AS b', {schema_literal}, p_ring || '_slot_blocker')
-    INTO v_blocker USING p_slot;
-    IF v_state IS DISTINCT FROM 'sealed' OR v_blocker.reason IS NOT NULL THEN
-        reason := coalesce(v_blocker.reason, v_state, 'moved_on');
-        detail := v_blocker.detail;
-        RETURN;
-    END IF;
-
+-- Truncates a slot that is proven over, after what must outlive it was taken out. The caller holds its partitions exclusively.
+CREATE FUNCTION {schema}.empty_slot(p_ring text, p_slot smallint, p_generation bigint, p_relations oid[]) RETURNS void
+LANGUAGE plpgsql AS $function$
+DECLARE
+    v_children text;
+BEGIN
     CASE p_ring
-        WHEN 'queue' THEN PERFORM {schema}.fold_pruned_slot(p_slot, generation);
+        WHEN 'queue' THEN PERFORM {schema}.fold_pruned_slot(p_slot, p_generation);
         WHEN 'claim' THEN
             PERFORM setval({schema}.rescue_cursor(p_slot, 'stale'), 0), setval({schema}.rescue_cursor(p_slot, 'deadline'), 0);
         WHEN 'lease' THEN PERFORM {schema}.carry_leases(p_slot);
     END CASE;
     -- An empty child is left alone: TRUNCATE would rewrite its rows in pg_class for nothing.
-    SELECT string_agg(r::regclass::text, ', ') INTO v_children FROM unnest(v_relations) AS r WHERE pg_relation_size(r) > 0;
+    SELECT string_agg(r::regclass::text, ', ') INTO v_children FROM unnest(p_relations) AS r WHERE pg_relation_size(r) > 0;
     IF v_children IS NOT NULL THEN
         EXECUTE 'TRUNCATE ' || v_children;
     END IF;
     EXECUTE format('INSERT INTO %1$I.%2$I (generation, slot) VALUES ($1, $2)', {schema_literal}, p_ring || '_ring_prunes')
-    USING generation, p_slot;
-    pruned := true;
+    USING p_generation, p_slot;
 END
 $function$;
 
@@ -312,14 +328,15 @@ END
 $function$;
 
 -- Leases that live move to the open slot before theirs is truncated. The caller has the partition to itself, so nobody is
--- about to change one.
+-- about to change one. By the partition's own name: through the parent it would wait for every partition, and two pruners for
+-- each other.
 CREATE FUNCTION {schema}.carry_leases(p_slot smallint) RETURNS void
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_lease {schema}.leases;
     v_open smallint := {schema}.pin_lease_slot() & 255;
 BEGIN
-    FOR v_lease IN SELECT l.* FROM {schema}.leases AS l WHERE l.lease_slot = p_slot LOOP
+    FOR v_lease IN EXECUTE format('SELECT l.* FROM %I.%I AS l', {schema_literal}, 'leases_' || p_slot) LOOP
         v_lease.lease_slot := v_open;
         INSERT INTO {schema}.leases VALUES (v_lease.*);
     END LOOP;

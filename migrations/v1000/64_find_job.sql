@@ -1,4 +1,5 @@
--- Finding a job by its id, wherever it is. Off the hot path: ready_entries has no index per row for it, only a BRIN.
+-- Finding jobs by their id, wherever they are. Off the hot path, which pays for no index on job_id: what lies in the queue ring
+-- is found by reading it, once for as many jobs as are looked for together.
 
 CREATE TYPE {schema}.job_place AS (
     place        text,      -- ready, claim, lease, deferred, dlq, history
@@ -24,14 +25,14 @@ BEGIN
     RETURN ARRAY(
         SELECT ROW(r.job_id, r.run_lease, r.lane_seq, r.lane_id, <slot>::smallint, b.batch_id, b.claim_slot, b.claim_generation,
                    b.lane_ranges)::{schema}.ready_place
-        FROM {schema}.ready_entries_<slot> AS r
+        FROM unnest(p_job_ids) AS i (job_id)
+        JOIN {schema}.ready_entries_<slot> AS r ON r.job_id = i.job_id
         LEFT JOIN LATERAL (
             SELECT x.*
             FROM {schema}.ready_claim_attempt_batches_<slot> AS x
             WHERE x.lane_id = r.lane_id AND x.lane_hi >= r.lane_seq AND x.lane_ranges @> r.lane_seq
             LIMIT 1
-        ) AS b ON true
-        WHERE r.job_id = ANY (p_job_ids));
+        ) AS b ON true);
 END
 $template$);
 
@@ -47,12 +48,26 @@ BEGIN
 END
 $function$;
 
--- Where the job is now; NULL when there is none of that id (any more). A look without locks: check again under them.
-CREATE FUNCTION {schema}.find_job(p_job_id bigint) RETURNS {schema}.job_place
+-- Of each of these jobs that has one, its last row. Tombstones last among equals: a job that was moved has a row of the same
+-- run_lease elsewhere.
+CREATE FUNCTION {schema}.last_ready_places(p_job_ids bigint[]) RETURNS SETOF {schema}.ready_place
+LANGUAGE plpgsql AS $function$
+BEGIN
+    RETURN QUERY
+        SELECT DISTINCT ON (p.job_id) p.*
+        FROM {schema}.ready_places(p_job_ids) AS p
+        ORDER BY p.job_id, p.run_lease DESC, (p.batch_id IS NOT NULL AND p.claim_slot IS NULL AND p.claim_generation IS NULL),
+            p.lane_seq DESC;
+END
+$function$;
+
+-- Where the job is now; NULL when there is none of that id (any more). A look without locks: check again under them. p_seen is its
+-- last_ready_places, from whoever has looked for many; it may have moved on since.
+CREATE FUNCTION {schema}.find_job(p_job_id bigint, p_seen {schema}.ready_place DEFAULT NULL) RETURNS {schema}.job_place
 LANGUAGE plpgsql AS $function$
 DECLARE
     v_place {schema}.job_place;
-    v_ready {schema}.ready_place;
+    v_ready {schema}.ready_place := p_seen;
 BEGIN
     SELECT 'deferred', d.state, false, NULL, NULL, NULL, d.run_lease, NULL, NULL, NULL INTO v_place
     FROM {schema}.deferred_jobs AS d WHERE d.job_id = p_job_id;
@@ -70,12 +85,10 @@ BEGIN
         RETURN v_place;
     END IF;
 
-    -- Tombstones last among equals: a job that was moved has a row of the same run_lease elsewhere.
-    SELECT p.* INTO v_ready
-    FROM {schema}.ready_places(ARRAY[p_job_id]) AS p
-    ORDER BY p.run_lease DESC, (p.batch_id IS NOT NULL AND p.claim_slot IS NULL AND p.claim_generation IS NULL), p.lane_seq DESC
-    LIMIT 1;
-    IF FOUND AND v_ready.batch_id IS NULL THEN
+    IF v_ready.job_id IS NULL THEN
+        SELECT p.* INTO v_ready FROM {schema}.last_ready_places(ARRAY[p_job_id]) AS p;
+    END IF;
+    IF v_ready.job_id IS NOT NULL AND v_ready.batch_id IS NULL THEN
         v_place := ROW('ready', 'available', false, v_ready.ready_slot, v_ready.lane_id, v_ready.lane_seq, v_ready.run_lease, NULL,
             NULL, NULL);
         RETURN v_place;

@@ -134,9 +134,11 @@ CREATE TYPE {schema}.operation_result AS (
     reason text                 -- NULL when done
 );
 
--- One job, one operation. p_operation: cancel, retry, delete, move (to p_queue, at p_priority; either may be NULL).
+-- One job, one operation. p_operation: cancel, retry, delete, move (to p_queue, at p_priority; either may be NULL). p_seen as of
+-- find_job.
 CREATE FUNCTION {schema}.operate(
-    p_job_id bigint, p_operation text, p_reason text DEFAULT NULL, p_queue text DEFAULT NULL, p_priority integer DEFAULT NULL
+    p_job_id bigint, p_operation text, p_reason text DEFAULT NULL, p_queue text DEFAULT NULL, p_priority integer DEFAULT NULL,
+    p_seen {schema}.ready_place DEFAULT NULL
 ) RETURNS {schema}.operation_result
 LANGUAGE plpgsql AS $function$
 DECLARE
@@ -149,7 +151,7 @@ BEGIN
     v_result.job_id := p_job_id;
     v_result.done := false;
     FOR v_tries IN 1 .. 10 LOOP
-        v_place := {schema}.find_job(p_job_id);
+        v_place := {schema}.find_job(p_job_id, CASE v_tries WHEN 1 THEN p_seen END);
         IF v_place.place IS NULL OR v_place.hidden THEN
             -- Between two places it is in neither for a reader without locks: look again before denying it.
             v_result.reason := 'no such job';
@@ -157,6 +159,8 @@ BEGIN
         END IF;
         v_result.state := v_place.state;
         v_result.reason := {schema}.why_not(p_operation, v_place.state, v_place.place);
+        -- What was seen a while ago is no reason.
+        CONTINUE WHEN v_result.reason IS NOT NULL AND v_tries = 1 AND p_seen.job_id IS NOT NULL;
         IF v_result.reason IS NOT NULL THEN
             RETURN v_result;
         END IF;

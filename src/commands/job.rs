@@ -10,7 +10,7 @@ use super::progress::bar;
 use super::values::{job_id, whole};
 use super::{Access, Context};
 use crate::engine::jobs::{JobFilter, STATES, ShownJob, list_jobs};
-use crate::engine::operate::{Operate, Operated, Operation};
+use crate::engine::operate::{Operate, Operated, Operation, Seen};
 use crate::engine::{Schema, Session};
 
 /// List, show, cancel, retry, delete and move jobs
@@ -309,9 +309,12 @@ pub(super) async fn would(
     let operate = Operate::prepare(session, schema).await?;
     let bar = bar(context.shows_progress() && ids.len() > 100, "looked at", ids.len() as u64);
     let mut jobs = Vec::with_capacity(ids.len());
-    for id in ids {
-        jobs.push(operate.would(session, *id, operation).await?);
-        bar.inc(1);
+    for ids in ids.chunks(Seen::AT_ONCE) {
+        let seen = operate.see(session, ids).await?;
+        for id in ids {
+            jobs.push(operate.would(session, *id, operation, &seen).await?);
+            bar.inc(1);
+        }
     }
     bar.finish_and_clear();
     let would = jobs.iter().filter(|job| job.reason.is_none()).count();
@@ -347,13 +350,16 @@ pub(super) async fn operate_on(
     let operate = Operate::prepare(session, schema).await?;
     let bar = bar(context.shows_progress() && ids.len() > 100, operation.name(), ids.len() as u64);
     let mut jobs = Vec::with_capacity(ids.len());
-    for id in ids {
-        let operated = operate
-            .run(session, *id, operation)
-            .await
-            .with_context(|| format!("{} of {} jobs were done before job {id}", jobs.len(), ids.len()))?;
-        jobs.push(operated);
-        bar.inc(1);
+    for some in ids.chunks(Seen::AT_ONCE) {
+        let seen = operate.see(session, some).await?;
+        for id in some {
+            let operated = operate
+                .run(session, *id, operation, &seen)
+                .await
+                .with_context(|| format!("{} of {} jobs were done before job {id}", jobs.len(), ids.len()))?;
+            jobs.push(operated);
+            bar.inc(1);
+        }
     }
     bar.finish_and_clear();
     Ok(jobs)

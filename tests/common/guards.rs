@@ -29,6 +29,16 @@ const GUARDS: &[(&str, &str, &str)] = &[
         "EXIT;",
     ),
     ("pin", "IF NOT pg_try_advisory_xact_lock(v_class::integer, p_slot) THEN", "IF false THEN"),
+    (
+        "carry_own_partition",
+        "IN EXECUTE format('SELECT l.* FROM %I.%I AS l', {schema_literal}, 'leases_' || p_slot) LOOP",
+        "IN SELECT l.* FROM {schema}.leases AS l WHERE l.lease_slot = p_slot LOOP",
+    ),
+    (
+        "prune_patience",
+        "        v_locked := true;\n",
+        "        v_locked := true;\n        PERFORM set_config('lock_timeout', '0', true);\n",
+    ),
     ("second_proof", "IF v_state IS DISTINCT FROM 'sealed' OR v_blocker.reason IS NOT NULL THEN", "IF false THEN"),
     ("job_predicate", "b.job_ids[(i.receipt_id & 1023) + 1] = i.job_id", "true"),
     ("lease_predicate", "coalesce(b.run_lease, b.run_leases[(i.receipt_id & 1023) + 1]) = i.run_lease", "true"),

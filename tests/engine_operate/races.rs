@@ -246,3 +246,39 @@ async fn everybody_at_once(rounds: usize) {
     assert_eq!(doubled, [] as [i64; 0]);
     assert!(s.one::<bool>("SELECT NOT EXISTS (SELECT FROM @queue_counts() WHERE job_count < 0)").await);
 }
+
+#[tokio::test]
+async fn a_job_that_moved_on_since_it_was_seen_is_dealt_with_where_it_is() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    for now in ["available", "running", "completed", "failed", "retryable", "available again"] {
+        for operation in ["cancel", "retry", "delete", "move"] {
+            let job = s.enqueue("q", 1).await[0];
+            let seen: String =
+                s.one(&format!("SELECT p::text FROM @last_ready_places(ARRAY[{job}::bigint]) AS p")).await;
+            if now != "available" {
+                let a = attempts(&s.claim("q", 1).await);
+                assert_eq!(a[0].job, job);
+                match now {
+                    "running" => {}
+                    "completed" => assert_eq!(s.complete(&a).await, []),
+                    "available again" => {
+                        assert_eq!(s.close(&a, "failed", Some("no"), "1 day").await, []);
+                        assert!(operate(&s, job, "retry").await.done);
+                    }
+                    other => assert_eq!(s.close(&a, other, Some("no"), "1 day").await, []),
+                }
+            }
+            let sees = format!(", p_seen => '{}'::@ready_place)", seen.replace('\'', "''"));
+            let with = call(job, operation).replace(')', &sees);
+            let would: Option<String> =
+                s.one(&format!("SELECT @why_not('{operation}', f.state, f.place) FROM @find_job({job}) AS f")).await;
+            let said = read(&s.rows(&with, &[]).await.unwrap_or_else(|e| panic!("{with}: {e:?}"))[0]);
+            assert_eq!(said.done, would.is_none(), "{now} {operation}: {said:?}");
+            assert_eq!(said.reason, would, "{now} {operation}");
+            assert_eq!(said.state.as_deref(), Some(now.split(' ').next().unwrap()), "{operation}");
+            // Nothing is left to be claimed for the next.
+            s.drain("q").await;
+        }
+    }
+}

@@ -32,7 +32,7 @@ async fn killed_connections_lose_no_job() {
             Some(MaintenanceOptions { lead_every: Duration::from_millis(20), ..MaintenanceOptions::default() });
     });
     let mut enqueued: HashSet<i64> = HashSet::new();
-    // By what they do, as their last statement says; maintenance has a name of its own.
+    // By what they do, as their last statement says; maintenance has names of its own.
     let kinds = [
         "query LIKE '%.claim($1%'",
         // An attempt that beat is forgotten in a statement of its own, right after.
@@ -40,10 +40,12 @@ async fn killed_connections_lose_no_job() {
         "query LIKE '%.heartbeat($1%'",
         "query LIKE 'LISTEN %' OR query LIKE '%pg_advisory_%lock_shared%'",
         "application_name = 'awactl maintenance'",
+        "application_name = 'awactl leader'",
     ];
-    for kind in kinds.iter().cycle().take(15) {
+    for kind in kinds.iter().cycle().take(18) {
         enqueued.extend(ground.session.enqueue("q", 20).await);
-        let mine = "datname = current_database() AND application_name IN ('fleet', 'awactl maintenance')";
+        let mine =
+            "datname = current_database() AND application_name IN ('fleet', 'awactl maintenance', 'awactl leader')";
         ground.db.until(&format!(
             "SELECT coalesce(bool_or(pg_terminate_backend(pid)), false) FROM pg_stat_activity WHERE {mine} AND ({kind})"
         ))

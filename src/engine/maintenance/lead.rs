@@ -164,7 +164,14 @@ pub(super) struct Passes {
 impl Passes {
     /// Opens it, on the lead's server and no other.
     pub async fn open(target: &Target, lead: &Lead) -> Result<Self> {
-        let passes = Self { session: within(link::open(target)).await? };
+        let session = within(link::open(target)).await.map_err(|error| match error {
+            EngineError::Unreachable { target, why, source } if lead.session.is_pooled() => {
+                let why = format!("{why} (the pooler must have a second connection for whoever leads)");
+                EngineError::Unreachable { target, why, source }
+            }
+            error => error,
+        })?;
+        let passes = Self { session };
         passes.check(lead).await?;
         Ok(passes)
     }

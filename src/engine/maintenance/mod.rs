@@ -82,6 +82,8 @@ impl Default for MaintenanceOptions {
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct MaintenanceReport {
     pub leading: bool,
+    /// How often it began to lead.
+    pub led: u64,
     pub rotated: BTreeMap<&'static str, u64>,
     pub pruned: BTreeMap<&'static str, u64>,
     pub promoted: u64,
@@ -204,7 +206,10 @@ impl Leader {
 
     /// Leads until the lead is lost, or it is told to stop.
     async fn lead(&self, lead: &Lead, stop: &mut watch::Receiver<bool>) -> Result<()> {
-        self.note(|r| r.leading = true);
+        self.note(|r| {
+            r.leading = true;
+            r.led += 1;
+        });
         // Beside the passes and not only between them, so that one under way ends with the lead.
         tokio::select! {
             biased;
