@@ -79,3 +79,18 @@ async fn ring_cursors_that_name_slots_in_use_lose_and_double_nothing() {
     assert_eq!(s.one::<i64>("SELECT count(*) FROM @ring_slots('claim') WHERE state = 'sealed'").await, 0);
     assert_eq!(s.one::<i64>("SELECT job_count FROM @queue_counts() WHERE state = 'completed'").await, 12);
 }
+
+#[tokio::test]
+async fn a_lease_in_a_slot_that_the_cursor_names_is_not_truncated() {
+    let db = Db::new().await;
+    let s = db.session().await;
+    s.enqueue("q", 1).await;
+    let a = attempts(&s.claim("q", 1).await)[0];
+    s.exec(&format!("SELECT @materialise({}::smallint, {}, {}, {})", a.slot, a.receipt, a.job, a.lease)).await;
+    s.rotate("lease").await;
+    db.exec("SELECT setval('@lease_ring_cursor', 5 << 8)").await;
+    assert_eq!(s.prune("lease", 0).await.1, "promised");
+    s.rotate("lease").await;
+    assert!(s.prune("lease", 0).await.0);
+    assert_eq!(s.one::<i64>("SELECT job_id FROM @leases").await, a.job);
+}

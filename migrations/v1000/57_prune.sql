@@ -219,6 +219,11 @@ BEGIN
     IF v_state IS DISTINCT FROM 'sealed' THEN
         reason := coalesce(v_state, 'no_such_slot');
         RETURN;
+    ELSIF pg_sequence_last_value(format('%I.%I', {schema_literal}, p_ring || '_ring_cursor')::regclass) & 255 = p_slot THEN
+        -- Only after a restore (see next_opening): it is being written to, and leases would be carried from it to itself.
+        reason := 'promised';
+        detail := 'the cursor of the ring names this slot until the next rotation';
+        RETURN;
     END IF;
 
     -- First proof, without any lock of ours; another pruner may hold the partitions.

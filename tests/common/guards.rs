@@ -134,6 +134,11 @@ const GUARDS: &[(&str, &str, &str)] = &[
         "               OR (false AND s.slot = (v_cursor & 255)::smallint",
     ),
     ("promise_free", "        IF v_free THEN\n", "        IF true THEN\n"),
+    (
+        "promised_prune",
+        "p_ring || '_ring_cursor')::regclass) & 255 = p_slot THEN",
+        "p_ring || '_ring_cursor')::regclass) & 255 = -1 THEN",
+    ),
     ("fit_cursors", "    RETURN (SELECT h.home FROM", "    RETURN false AND (SELECT h.home FROM"),
     ("promise", "IF v_promised >> 8 > v_current.generation THEN", "IF false THEN"),
     (

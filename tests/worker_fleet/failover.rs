@@ -1,9 +1,9 @@
 //! A primary that dies and a standby that takes its place (issue 3, point 14).
 
 use std::collections::HashSet;
+use std::io::Write as _;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
-use std::os::unix::process::CommandExt as _;
-use std::process::{Command, Stdio};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -28,22 +28,52 @@ impl Standby {
         let data = dir.path().join("data");
         std::fs::create_dir(&data).unwrap();
         std::fs::set_permissions(&data, std::fs::Permissions::from_mode(0o700)).unwrap();
+        // Not every server comes with a pg_basebackup: what it does, by hand.
+        let session = open(&target(&primary.url())).await.unwrap();
+        session.batch_execute("SELECT pg_backup_start('standby', true)").await.unwrap();
+        copy_files(primary.data_dir(), &data);
+        let sql = "SELECT labelfile FROM pg_backup_stop(false)";
+        let label: String = session.query_one(sql, &[]).await.unwrap().get(0);
+        std::fs::write(data.join("backup_label"), label).unwrap();
+        std::fs::write(data.join("standby.signal"), "").unwrap();
+        let primary_url = primary.url().replace('\'', "''");
+        let mut settings = std::fs::OpenOptions::new().append(true).open(data.join("postgresql.auto.conf")).unwrap();
+        writeln!(settings, "primary_conninfo = '{primary_url}'").unwrap();
         // The server does not run as root, even if this test does.
         let owner = std::fs::metadata(primary.data_dir()).unwrap();
-        chown(&data, Some(owner.uid()), Some(owner.gid())).unwrap();
-        let mut copy = Command::new(primary.bin_dir().join("pg_basebackup"));
-        copy.args(["--write-recovery-conf", "--checkpoint=fast", "--no-sync", "--pgdata"]).arg(&data);
-        copy.arg("--dbname").arg(primary.url()).current_dir(&data).stdin(Stdio::null());
-        if nix::unistd::geteuid().is_root() {
-            copy.uid(owner.uid()).gid(owner.gid());
-        }
-        let copied = tokio::task::spawn_blocking(move || copy.status().expect("pg_basebackup is beside the server"))
-            .await
-            .unwrap();
-        assert!(copied.success());
+        own(&data, owner.uid(), owner.gid());
         std::fs::copy(primary.data_dir().with_file_name("password"), dir.path().join("password")).unwrap();
         let options = Options::in_dir(dir.path()).setting("shared_buffers", "32MB").setting("fsync", "off");
         Self { server: Embedded::start(options).await.unwrap(), _dir: dir }
+    }
+}
+
+/// A data directory while its server runs; files may go and change meanwhile.
+fn copy_files(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    std::fs::set_permissions(to, std::fs::Permissions::from_mode(0o700)).unwrap();
+    for entry in std::fs::read_dir(from).unwrap().flatten() {
+        let (path, copy) = (entry.path(), to.join(entry.file_name()));
+        if ["postmaster.pid", "postmaster.opts"].iter().any(|name| entry.file_name() == *name) {
+            continue;
+        }
+        match entry.file_type() {
+            Ok(kind) if kind.is_dir() => copy_files(&path, &copy),
+            Ok(_) => match std::fs::copy(&path, &copy) {
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+                copied => drop(copied.unwrap()),
+            },
+            Err(_) => {}
+        }
+    }
+}
+
+fn own(path: &Path, uid: u32, gid: u32) {
+    chown(path, Some(uid), Some(gid)).unwrap();
+    if path.is_dir() {
+        for entry in std::fs::read_dir(path).unwrap() {
+            own(&entry.unwrap().path(), uid, gid);
+        }
     }
 }
 
