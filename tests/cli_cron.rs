@@ -128,7 +128,9 @@ fn a_dry_run_shows_five_times_in_the_zone_and_in_utc_and_changes_nothing() {
 fn what_is_no_cron_job_is_refused_before_it_is_stored() {
     let url = database("cron_bad");
     for (args, named) in [
-        (vec!["nonsense", "k"], "nonsense"),
+        (vec!["nonsense", "k"], "give minute, hour, day of month, month and day of week"),
+        (vec!["61 2 * * *", "k"], "its minute is \"61\"; allowed are 0 to 59"),
+        (vec!["0 0 2 * * FUN", "k"], "its day of week is \"FUN\""),
         (vec!["0 0 30 2 *", "k"], "never comes due"),
         (vec!["* * * * *", "k", "{"], "ARGS"),
         (vec!["* * * * *", "k", "--timezone", "Mars/Olympus"], "Mars/Olympus"),

@@ -97,7 +97,12 @@ fn a_flag_that_is_no_number_or_out_of_range_says_what_it_must_be() {
         (&["enqueue", "a", "--priority", "9"][..], "a whole number from 1 to 4"),
         (&["enqueue", "a", "--max-attempts", "many"], "a whole number from 1 to 1,000"),
         (&["enqueue", "a", "--run-at", "soon"], "a time such as 2026-01-31T09:00:00Z"),
+        (&["enqueue", "a", "--in", "-3s"], "`-3s` is not a duration"),
+        (&["enqueue"], "KIND|--file"),
         (&["job", "show", "x"], "the id of a job is a whole number"),
+        (&["inspect", "rings", "--watch=0"], "it must be longer than nothing"),
+        (&["inspect", "rings", "--watch", "2s"], "as in --watch=INTERVAL"),
+        (&["--embedded", "/nowhere", "migrate"], "as in --embedded=DIR"),
         (&["bench", "run", "x", "--time-scale", "0"], "a number above 0 and at most 100"),
     ] {
         let ran = awactl(&[], args);

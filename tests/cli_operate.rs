@@ -188,6 +188,7 @@ fn what_cannot_be_undone_needs_yes_off_a_terminal_and_a_dry_run_changes_nothing(
     for args in refusals {
         db.refused(args, 4, &["cannot be undone", "--yes"]);
     }
+    db.refused(refusals[0], 4, &["did not delete 1 job\n"]);
     let previews: [(&[&str], usize); 5] = [
         (&["job", "cancel", "--queue", "q", "--dry-run"], 2),
         (&["job", "delete", "--dry-run", &jobs[0]], 1),
@@ -218,7 +219,7 @@ fn wrong_input_is_refused_by_its_name() {
     for operation in ["cancel", "retry", "delete"] {
         db.refused(&["job", operation], 2, &["which jobs", "--queue"]);
     }
-    db.refused(&["job", "move", &job], 2, &["--to-queue"]);
+    db.refused(&["job", "move", &job], 2, &["--to-queue", "--to-priority"]);
     db.refused(&["job", "move", &job, "--to-priority", "5"], 2, &["--to-priority"]);
     db.refused(&["job", "cancel", "abc"], 2, &["abc"]);
     db.refused(&["queue", "set", "q"], 2, &["--enqueue-shards"]);
@@ -380,6 +381,8 @@ fn a_dry_run_says_which_jobs_are_not_there_or_do_not_suit() {
     let table = db.run(&["job", "delete", "--dry-run", "999999"]);
     assert!(table.code == 1 && table.stdout.contains("no such job"), "{table:?}");
     assert_eq!(db.json(&["job", "cancel", "--dry-run", &waiting])["would"], json!(1));
+    let table = db.run(&["job", "cancel", "--dry-run", &waiting, &done]);
+    assert!(table.stdout.contains(&format!("job ids  {waiting}\n")), "{table:?}");
     assert_eq!(db.sql(&format!("SELECT state FROM awa.find_job({waiting})")), "available");
 }
 

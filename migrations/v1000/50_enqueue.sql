@@ -90,10 +90,12 @@ CREATE FUNCTION {schema}.check_job(
 LANGUAGE plpgsql IMMUTABLE AS $function$
 BEGIN
     IF p_kind IS NULL OR length(p_kind) NOT BETWEEN 1 AND 200 THEN
-        RAISE EXCEPTION 'kind must have 1 to 200 characters, not %', coalesce(length(p_kind)::text || ' (' || left(p_kind, 40) || '…)', 'null')
+        RAISE EXCEPTION 'kind must have 1 to 200 characters, not %',
+            CASE WHEN p_kind <> '' THEN length(p_kind) || ' (' || left(p_kind, 40) || '…)' ELSE coalesce(length(p_kind)::text, 'null') END
             USING ERRCODE = 'check_violation', COLUMN = 'kind';
     ELSIF p_queue IS NULL OR length(p_queue) NOT BETWEEN 1 AND 200 THEN
-        RAISE EXCEPTION 'queue must have 1 to 200 characters, not %', coalesce(length(p_queue)::text || ' (' || left(p_queue, 40) || '…)', 'null')
+        RAISE EXCEPTION 'queue must have 1 to 200 characters, not %',
+            CASE WHEN p_queue <> '' THEN length(p_queue) || ' (' || left(p_queue, 40) || '…)' ELSE coalesce(length(p_queue)::text, 'null') END
             USING ERRCODE = 'check_violation', COLUMN = 'queue';
     ELSIF p_args IS NULL THEN
         RAISE EXCEPTION 'args must be JSON, not null; use {} for none' USING ERRCODE = 'check_violation', COLUMN = 'args';

@@ -94,7 +94,7 @@ pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
             bench.end().await?;
             context.output.print(&outcome?, |c: &Ceiling| {
                 Table::facts([
-                    ("jobs/s", format!("{:.0}", c.jobs_per_s)),
+                    ("jobs/s", thousands(c.jobs_per_s.round() as i64)),
                     ("WAL bytes a job", format!("{:.0}", c.wal_bytes_per_job)),
                 ])
             })?;

@@ -30,19 +30,23 @@ enum Command {
     Add(Box<AddArgs>),
     /// Forget some; the jobs that they made stay
     Remove {
+        /// Names of the cron jobs
         #[arg(required = true)]
         names: Vec<String>,
     },
     /// Enqueue one's job now; its schedule goes on as it was
     Trigger {
+        /// Name of the cron job
         name: String,
     },
     /// Let one make no job until it is resumed
     Pause {
+        /// Name of the cron job
         name: String,
     },
     /// Let one go on from now; what came due while it was paused is not made up for
     Resume {
+        /// Name of the cron job
         name: String,
     },
 }

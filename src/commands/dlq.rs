@@ -27,6 +27,7 @@ enum Command {
     List {
         #[command(flatten)]
         of: Of,
+        /// At most so many
         #[arg(long, default_value_t = 50, value_parser = whole::<i64>(1, 1_000_000))]
         limit: i64,
     },
@@ -48,9 +49,10 @@ enum Command {
         /// At this priority, 1 (first) to 4
         #[arg(long, value_parser = whole::<i32>(1, 4))]
         to_priority: Option<i32>,
+        /// At most so many of those that match
         #[arg(long, default_value_t = 10_000, value_parser = whole::<i64>(1, 1_000_000))]
         limit: i64,
-        /// Only say which
+        /// Change nothing; say which
         #[arg(long)]
         dry_run: bool,
     },
@@ -64,9 +66,10 @@ enum Command {
         /// All of them, of every queue and kind
         #[arg(long, conflicts_with_all = ["ids", "queue", "kind"])]
         all: bool,
+        /// At most so many of those that match
         #[arg(long, default_value_t = 10_000, value_parser = whole::<i64>(1, 1_000_000))]
         limit: i64,
-        /// Only say which
+        /// Change nothing; say which
         #[arg(long)]
         dry_run: bool,
     },
@@ -177,7 +180,8 @@ async fn change(context: &Context, which: Which, operation: &Operation) -> anyho
     if dry_run {
         return would(context, &session, schema, &chosen, operation).await;
     }
-    let what = format!("{} {} held jobs", operation.name(), chosen.len());
+    let jobs = if chosen.len() == 1 { "job" } else { "jobs" };
+    let what = format!("{} {} held {jobs}", operation.name(), thousands(chosen.len() as i64));
     match operation {
         _ if chosen.is_empty() => {}
         Operation::Delete => context.confirm_irreversible(&what).await?,

@@ -27,9 +27,9 @@ use crate::engine::{EngineError, Session, Target, duration};
 /// exit code is 1 only if nothing was enqueued. A line may have 16 MiB. Of bad lines and of duplicates the last 100 are
 /// listed, all are counted.
 #[derive(Debug, clap::Args)]
+#[command(group(clap::ArgGroup::new("what").args(["kind", "file"]).required(true)))]
 pub struct Args {
     /// Kind of the job: which handler runs it
-    #[arg(required_unless_present = "file", conflicts_with = "file")]
     kind: Option<String>,
 
     /// Arguments as JSON
@@ -53,7 +53,7 @@ pub struct Args {
     run_at: Option<DateTime<Utc>>,
 
     /// How long from now it may run, such as 90s or 2h, by the database's clock
-    #[arg(long = "in", value_name = "DURATION", conflicts_with_all = ["run_at", "file"])]
+    #[arg(long = "in", value_name = "DURATION", allow_hyphen_values = true, conflicts_with_all = ["run_at", "file"])]
     delay: Option<String>,
 
     /// A tag; may be repeated, up to 20 times
@@ -153,7 +153,8 @@ async fn alike(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::Done)
 }
 
-fn first_ids(ids: &[i64]) -> String {
+/// The first of them, as a table shows them.
+pub(super) fn first_ids(ids: &[i64]) -> String {
     let mut distinct = ids.to_vec();
     distinct.dedup();
     let more = if distinct.len() > 10 { ", …" } else { "" };

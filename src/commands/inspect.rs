@@ -11,11 +11,10 @@ use super::exit::{CommandError, ExitCode};
 use super::maintenance::RingArg;
 use super::output::{Format, Reader, Table, human_bytes, human_duration, short_time, thousands};
 use super::signals::Signals;
-use super::values::{job_id, whole};
+use super::values::{job_id, some_time, whole};
 use super::{Access, Context};
 use crate::engine::counts::{QueueCounts, queue_counts};
 use crate::engine::dead_tuples::{DeadTuplesReport, dead_tuples};
-use crate::engine::duration;
 use crate::engine::inspect_claims::{ClaimsReport, JobPlace, job_place, open_claims};
 use crate::engine::inspect_rings::{RingReport, RingsReport, SlotReport, rings};
 use crate::engine::ring::SlotState;
@@ -27,8 +26,8 @@ pub struct Args {
     command: Command,
 
     /// Look again every INTERVAL until Ctrl-C; JSON then has one document a line
-    #[arg(long, global = true, value_name = "INTERVAL", num_args = 0..=1, require_equals = true, default_missing_value = "2s")]
-    watch: Option<String>,
+    #[arg(long, global = true, value_name = "INTERVAL", num_args = 0..=1, require_equals = true, default_missing_value = "2s", value_parser = some_time)]
+    watch: Option<Duration>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -55,20 +54,20 @@ enum Command {
     Queues,
     /// Attempts that are open: who holds them, since when, and in which slot
     Claims {
+        /// At most so many claim batches, and leases
         #[arg(long, default_value_t = 50, value_parser = whole::<i64>(1, 100_000))]
         limit: i64,
     },
     /// Where one job is
     Job {
+        /// Id of the job
         #[arg(value_parser = job_id)]
         id: i64,
     },
 }
 
 pub async fn run(args: Args, context: &Context) -> anyhow::Result<ExitCode> {
-    let watch = args.watch.as_deref().map(duration::parse).transpose();
-    let watch =
-        watch.map_err(|e| CommandError::usage("--watch is not usable", e.to_string(), "say it like 500ms or 2s"))?;
+    let watch = args.watch;
     let (session, resolved) = context.connect_installed(Access::Read).await?;
     let schema = &resolved.target.schema;
     match args.command {

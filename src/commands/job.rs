@@ -4,6 +4,7 @@ use anyhow::Context as _;
 use clap::Subcommand;
 use serde::Serialize;
 
+use super::enqueue::first_ids;
 use super::exit::{CommandError, ExitCode};
 use super::output::{Table, short_time, thousands};
 use super::progress::bar;
@@ -26,11 +27,13 @@ enum Command {
     List {
         #[command(flatten)]
         filter: Filter,
+        /// At most so many
         #[arg(long, default_value_t = 50, value_parser = whole::<i64>(1, 1_000_000))]
         limit: i64,
     },
     /// One job with everything that is known of it
     Show {
+        /// Id of the job
         #[arg(value_parser = job_id)]
         id: i64,
     },
@@ -61,12 +64,14 @@ enum Command {
         which: Which,
     },
     /// Give waiting jobs another queue, another priority, or both
+    #[command(group(clap::ArgGroup::new("to").args(["to_queue", "to_priority"]).required(true).multiple(true)))]
     Move {
         #[command(flatten)]
         which: Which,
-        #[arg(long, required_unless_present = "to_priority")]
+        /// Into this queue
+        #[arg(long)]
         to_queue: Option<String>,
-        /// 1 (first) to 4
+        /// To this priority, 1 (first) to 4
         #[arg(long, value_parser = whole::<i32>(1, 4))]
         to_priority: Option<i32>,
     },
@@ -117,7 +122,7 @@ pub struct Which {
     /// At most so many of those that match
     #[arg(long, default_value_t = 10_000, value_parser = whole::<i64>(1, 1_000_000))]
     limit: i64,
-    /// Only say which
+    /// Change nothing; say which
     #[arg(long)]
     dry_run: bool,
 }
@@ -281,7 +286,8 @@ async fn change(context: &Context, which: &Which, operation: &Operation) -> anyh
     if which.dry_run {
         return would(context, &session, schema, &ids, operation).await;
     }
-    let what = format!("{} {} jobs", operation.name(), ids.len());
+    let jobs = if ids.len() == 1 { "job" } else { "jobs" };
+    let what = format!("{} {} {jobs}", operation.name(), thousands(ids.len() as i64));
     match operation {
         _ if ids.is_empty() => {}
         // A cancelled job can be retried, one given by its id was meant.
@@ -374,6 +380,10 @@ pub(super) fn changed_table(changed: &Changed) -> Table {
     let mut facts = counted.to_vec();
     if !refused.is_empty() || changed.would.is_none() {
         facts.push((if changed.would.is_some() { "not" } else { "not done" }, thousands(refused.len() as i64)));
+    }
+    if changed.would.is_some_and(|would| would > 0) {
+        let ids: Vec<i64> = changed.jobs.iter().filter(|job| job.reason.is_none()).map(|job| job.job_id).collect();
+        facts.push(("job ids", first_ids(&ids)));
     }
     let table = Table::facts(facts);
     if refused.is_empty() {

@@ -34,6 +34,7 @@ enum Command {
     Once,
     /// Open the next slot of the rings
     Rotate {
+        /// Only this one
         #[arg(long, value_enum)]
         ring: Option<RingArg>,
         /// Also if the open slot is empty
@@ -42,9 +43,10 @@ enum Command {
     },
     /// Truncate the sealed slots that are proven over
     Prune {
+        /// Only this one
         #[arg(long, value_enum)]
         ring: Option<RingArg>,
-        /// This slot only
+        /// Only this slot of the ring
         #[arg(long, requires = "ring")]
         slot: Option<i16>,
     },

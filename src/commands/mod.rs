@@ -30,6 +30,7 @@ pub mod signals;
 pub mod target;
 pub mod values;
 
+use clap::error::ContextKind;
 use clap::{ColorChoice, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 
 pub use context::Context;
@@ -100,7 +101,8 @@ pub struct GlobalArgs {
     #[arg(long, global = true, value_name = "NAME", conflicts_with = "database_url")]
     pub context: Option<String>,
 
-    /// Run against a private PostgreSQL that awactl starts in DIR and stops at exit
+    /// Run against a private PostgreSQL that awactl starts in DIR and stops at exit; without DIR in
+    /// $XDG_DATA_HOME/awactl/postgres, or as root in /var/lib/awactl/postgres
     #[arg(
         long, global = true, value_name = "DIR", num_args = 0..=1, require_equals = true,
         conflicts_with_all = ["database_url", "context"]
@@ -149,6 +151,20 @@ fn without_secrets(text: &str, arguments: impl Iterator<Item = String>) -> Optio
     hidden
 }
 
+/// What to say when an option's value was given as the next word, which is then taken for a command or an argument.
+fn equals_tip(error: &clap::Error, arguments: impl Iterator<Item = String>) -> Option<String> {
+    let kinds = [ContextKind::InvalidSubcommand, ContextKind::InvalidArg];
+    let word = kinds.iter().find_map(|kind| error.get(*kind)).map(ToString::to_string)?;
+    let arguments: Vec<String> = arguments.collect();
+    let pair = arguments.windows(2).find(|pair| pair[1] == word)?;
+    let value = match pair[0].as_str() {
+        "--embedded" => "DIR",
+        "--watch" => "INTERVAL",
+        _ => return None,
+    };
+    Some(format!("the value of {0} stands behind a =, as in {0}={value}", pair[0]))
+}
+
 /// The whole program: parse, run, report.
 pub fn main() -> std::process::ExitCode {
     let color = output::Color::from_arguments(std::env::args_os());
@@ -171,6 +187,9 @@ pub fn main() -> std::process::ExitCode {
             match without_secrets(&error.to_string(), std::env::args()) {
                 Some(text) => eprint!("{text}"),
                 None => drop(error.print()),
+            }
+            if let Some(tip) = equals_tip(&error, std::env::args()) {
+                eprintln!("\n  tip: {tip}");
             }
             return ExitCode::Usage.into();
         }

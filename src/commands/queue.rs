@@ -27,11 +27,18 @@ enum Command {
     /// Every queue with its jobs by state and its settings
     List,
     /// Let nothing be claimed from a queue; what runs goes on, enqueuing too
-    Pause { queue: String },
+    Pause {
+        /// Name of the queue
+        queue: String,
+    },
     /// Let claims go on
-    Resume { queue: String },
+    Resume {
+        /// Name of the queue
+        queue: String,
+    },
     /// Cancel everything that waits in a queue; what runs goes on
     Drain {
+        /// Name of the queue
         queue: String,
         /// Kept among the errors of each job
         #[arg(long)]
@@ -43,6 +50,7 @@ enum Command {
     /// Change what is set for a queue
     #[command(group = clap::ArgGroup::new("change").required(true).multiple(true))]
     Set {
+        /// Name of the queue
         queue: String,
         /// Lanes that producers are spread over, 1 to 64; as many claims of one priority can go on at a time
         #[arg(long, group = "change", value_parser = whole::<i32>(1, 64))]

@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::exit::{CommandError, ExitCode};
 use super::output::{Table, thousands};
 use super::signals::{Signals, exit_now};
+use super::values::some_time;
 use super::{Access, Context};
 use crate::engine::cron::{self, Put};
 use crate::engine::maintenance::MaintenanceOptions;
@@ -32,11 +33,11 @@ pub struct Args {
     queues: Vec<QueueArg>,
 
     /// How soon a job is found that nobody announced
-    #[arg(long, default_value = "200ms", value_name = "DURATION", value_parser = parse_duration)]
+    #[arg(long, default_value = "200ms", value_name = "DURATION", value_parser = some_time)]
     poll_interval: Duration,
 
     /// How long running jobs may go on after a signal
-    #[arg(long, default_value = "30s", value_name = "DURATION", value_parser = parse_duration)]
+    #[arg(long, default_value = "30s", value_name = "DURATION", value_parser = some_time)]
     shutdown_timeout: Duration,
 
     /// How long a job runs before the database is told that it lives, and again each time; 45s at most
@@ -72,15 +73,10 @@ impl FromStr for QueueArg {
     }
 }
 
-fn parse_duration(text: &str) -> Result<Duration, String> {
-    let parsed = duration::parse(text).map_err(|e| e.to_string())?;
-    if parsed.is_zero() { Err("it must be longer than nothing".into()) } else { Ok(parsed) }
-}
-
 /// Two beats at least before a worker is taken for lost.
 fn parse_heartbeat(text: &str) -> Result<Duration, String> {
     let longest = MaintenanceOptions::default().stale_after / 2;
-    match parse_duration(text)? {
+    match some_time(text)? {
         interval if interval > longest => Err(format!("it must be at most {}", duration::format(longest))),
         interval => Ok(interval),
     }

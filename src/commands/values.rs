@@ -1,9 +1,11 @@
 //! Values of flags: clap's own messages are Rust's ("invalid digit found in string", "9 is not in 1..=4").
 
+use std::time::Duration;
+
 use chrono::{DateTime, Utc};
 
 use super::output::thousands;
-use crate::engine::fields;
+use crate::engine::{duration, fields};
 
 /// A whole number from `min` to `max`.
 pub fn whole<T: TryFrom<i64>>(
@@ -26,4 +28,10 @@ pub fn job_id(text: &str) -> Result<i64, String> {
 /// A time as RFC 3339 has it.
 pub fn time(text: &str) -> Result<DateTime<Utc>, String> {
     fields::parse_time(text).ok_or_else(|| format!("it must be {}", fields::TIME))
+}
+
+/// A duration that is not zero.
+pub fn some_time(text: &str) -> Result<Duration, String> {
+    let parsed = duration::parse(text).map_err(|e| e.to_string())?;
+    if parsed.is_zero() { Err("it must be longer than nothing".into()) } else { Ok(parsed) }
 }

@@ -16,6 +16,17 @@ use crate::engine::error::{EngineError, Result};
 
 const HOUR: i32 = 3600;
 
+/// What the fields of an expression hold, in the order of one that has all seven.
+const FIELDS: [(&str, &str); 7] = [
+    ("second", "0 to 59"),
+    ("minute", "0 to 59"),
+    ("hour", "0 to 23"),
+    ("day of month", "1 to 31, or L"),
+    ("month", "1 to 12, or JAN to DEC"),
+    ("day of week", "0 to 7, or SUN to SAT"),
+    ("year", "1 to 9999"),
+];
+
 /// A cron expression in a time zone.
 #[derive(Debug, Clone)]
 pub struct Schedule {
@@ -32,7 +43,7 @@ impl Schedule {
         let parser = CronParser::builder().sloppy_ranges(true).build();
         let cron = parser
             .parse(expression)
-            .map_err(|e| EngineError::invalid("cron expression", format!("{expression:?} is none: {e}")))?;
+            .map_err(|_| EngineError::invalid("cron expression", why_none(&parser, expression)))?;
         let zone = TimeZoneDatabase::bundled().get(timezone).map_err(|_| {
             EngineError::invalid("timezone", format!("{timezone:?} is none; name it like Europe/Berlin, or UTC"))
         })?;
@@ -109,4 +120,29 @@ fn timestamp(at: DateTime<Utc>) -> Option<Timestamp> {
 
 fn datetime(at: Timestamp) -> Option<DateTime<Utc>> {
     DateTime::from_timestamp(at.as_second(), at.subsec_nanosecond() as u32)
+}
+
+/// Why an expression is none: its first field that the parser refuses, among others that it takes.
+fn why_none(parser: &CronParser, expression: &str) -> String {
+    let fields: Vec<&str> = expression.split_whitespace().collect();
+    let names = match fields.len() {
+        5 => &FIELDS[1..6],
+        6 => &FIELDS[..6],
+        7 => &FIELDS[..],
+        _ => {
+            return format!(
+                "{expression:?} is none; give minute, hour, day of month, month and day of week, such as \"30 2 * * *\"; \
+                 seconds may stand before them"
+            );
+        }
+    };
+    for (at, (field, (name, allowed))) in fields.iter().zip(names).enumerate() {
+        let alone: Vec<&str> = (0..fields.len()).map(|other| if other == at { field } else { "*" }).collect();
+        if parser.parse(&alone.join(" ")).is_err() {
+            return format!(
+                "{expression:?} is none: its {name} is {field:?}; allowed are {allowed}, lists, ranges and steps"
+            );
+        }
+    }
+    format!("{expression:?} is none")
 }
