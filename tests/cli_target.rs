@@ -187,6 +187,17 @@ fn wrong_usage_is_code_2_and_says_what_is_allowed() {
 }
 
 #[test]
+fn a_folder_that_is_somebody_elses_cluster_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("PG_VERSION"), "15\n").unwrap();
+    let embedded = format!("--embedded={}", dir.path().display());
+    let ran = awactl(&[], &[&embedded, "migrate"]);
+    assert_eq!(ran.code, 4, "{ran:?}");
+    assert!(ran.stderr.contains("why: it is itself a PostgreSQL data directory"), "{ran:?}");
+    assert!(ran.stderr.contains("do:  name a folder"), "{ran:?}");
+}
+
+#[test]
 fn version_completions_and_manual_need_no_database() {
     let ran = awactl(&[], &["--version"]);
     let latest = awactl::engine::migrations::LATEST;

@@ -1,6 +1,7 @@
 //! Exit codes, and which error ends in which. Documented in the README; scripts rely on them.
 
 use crate::engine::EngineError;
+use crate::engine::embedded::EmbeddedError;
 use crate::engine::error::is_connection_loss;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,6 +72,12 @@ impl ExitCode {
             if let Some(error) = cause.downcast_ref::<EngineError>() {
                 return Self::of_engine(error);
             }
+            if let Some(
+                EmbeddedError::InUse { .. } | EmbeddedError::ForeignCluster { .. } | EmbeddedError::NotACluster { .. },
+            ) = cause.downcast_ref()
+            {
+                return Self::Refused;
+            }
             if let Some(error) = cause.downcast_ref::<tokio_postgres::Error>()
                 && is_connection_loss(error)
             {
@@ -111,7 +118,8 @@ mod tests {
     fn each_kind_of_error_ends_in_its_documented_code() {
         let unreachable = EngineError::Unreachable { target: "t".into(), why: "w".into(), source: None };
         let wrong_version = EngineError::WrongVersion { schema: "awa".into(), found: 1, wanted: 2 };
-        let cases: [(anyhow::Error, u8); 8] = [
+        let in_use = EmbeddedError::InUse { dir: "d".into(), pid: None };
+        let cases: [(anyhow::Error, u8); 9] = [
             (anyhow::anyhow!("anything else"), 1),
             (EngineError::invalid("f", "m").into(), 2),
             (CommandError::usage("w", "y", "t").into(), 2),
@@ -120,6 +128,7 @@ mod tests {
             (wrong_version.into(), 4),
             (EngineError::NotInstalled { schema: "awa".into() }.into(), 4),
             (CommandError::refused("w", "y", "t").into(), 4),
+            (in_use.into(), 4),
         ];
         for (error, code) in cases {
             assert_eq!(ExitCode::of(&error) as u8, code, "{error}");

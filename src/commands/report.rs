@@ -5,6 +5,7 @@ use tokio_postgres::error::SqlState;
 
 use super::exit::{CommandError, ExitCode};
 use super::output::printable;
+use crate::engine::embedded::EmbeddedError;
 use crate::engine::error::chain;
 use crate::engine::{EngineError, Refusal};
 
@@ -51,6 +52,9 @@ fn lines(error: &anyhow::Error) -> (String, String, String) {
         | CommandError::Refused { what, why, todo }
         | CommandError::Failed { what, why, todo }) = error;
         return (what.clone(), why.clone(), todo.clone());
+    }
+    if let Some(refused) = error.chain().find_map(|c| c.downcast_ref::<EmbeddedError>()).and_then(folder_lines) {
+        return refused;
     }
     let Some(engine) = error.chain().find_map(|c| c.downcast_ref::<EngineError>()) else {
         let causes: Vec<_> = error.chain().skip(1).map(ToString::to_string).collect();
@@ -102,6 +106,30 @@ fn lines(error: &anyhow::Error) -> (String, String, String) {
             .into(),
         ),
     }
+}
+
+/// Why the folder of `--embedded` cannot be used.
+fn folder_lines(error: &EmbeddedError) -> Option<(String, String, String)> {
+    let (dir, why, todo) = match error {
+        EmbeddedError::InUse { dir, pid } => (
+            dir,
+            match pid {
+                Some(pid) => format!("another awactl has it, process {pid}, and a server of it runs at a time"),
+                None => "another awactl has it, and a server of it runs at a time".to_owned(),
+            },
+            "stop that one, or name another folder",
+        ),
+        EmbeddedError::ForeignCluster { dir } => (
+            dir,
+            "it is itself a PostgreSQL data directory".to_owned(),
+            "name a folder that awactl can keep its own cluster in",
+        ),
+        EmbeddedError::NotACluster { data } => {
+            (data, "it is not a complete PostgreSQL cluster".to_owned(), "move it away, and a new one is made")
+        }
+        _ => return None,
+    };
+    Some((format!("{} cannot be used", dir.display()), why, todo.to_owned()))
 }
 
 fn one_line(text: &str) -> String {
