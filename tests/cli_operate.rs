@@ -354,7 +354,7 @@ fn open_attempts_are_shown_and_rescued() {
         (leased.clone(), &json!("waiting_external"), &json!("worker-2"))
     );
     let table = db.done(&["inspect", "claims"]);
-    for text in ["worker-1", "worker-2", "waiting_external"] {
+    for text in ["worker-1", "worker-2", "waiting"] {
         assert!(table.contains(text), "{table}");
     }
     db.sql("UPDATE awa.leases SET callback_timeout_at = '2020-01-01'");

@@ -241,7 +241,8 @@ fn claims_table(report: &ClaimsReport) -> Table {
             l.lease_slot.to_string(),
             l.job_id.to_string(),
             l.queue.clone(),
-            l.state.clone(),
+            // As it is called, the line is too long for a terminal.
+            if l.state == "waiting_external" { "waiting".to_owned() } else { l.state.clone() },
             human_duration(Duration::from_secs_f64(l.age_s.max(0.0))),
             l.callback_timeout_at.map_or_else(String::new, short_time),
             l.claimed_by.clone().unwrap_or_default(),
