@@ -114,6 +114,34 @@ fn a_server_lost_in_mid_file_leaves_whole_batches_and_the_line_to_look_at() {
 }
 
 #[test]
+fn a_signal_in_mid_file_ends_it_after_a_batch_and_says_the_line_to_resume_from() {
+    let url = database("cli_told");
+    let config: tokio_postgres::Config = url.parse().unwrap();
+    let mut child = awactl(&["--database-url", &url, "enqueue", "--file", "-", "--batch", "2"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    stdin.write_all(b"{\"kind\":\"a\"}\n{\"kind\":\"a\"}\n{\"kind\":\"a\"}\n").unwrap();
+    for _ in 0..2400 {
+        if sql_on(&config, "SELECT count(*) FROM awa.ready_entries") == "2" {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(child.id() as i32), nix::sys::signal::SIGTERM).unwrap();
+    // Its standard input stays open: it does not wait for more of it.
+    let output = child.wait_with_output().unwrap();
+    drop(stdin);
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(143), "{told}");
+    assert!(told.contains("SIGTERM: 2 jobs are enqueued; resume from line 3"), "{told}");
+    assert_eq!(queue(&url, "default")["available"], 2);
+}
+
+#[test]
 fn commands_work_whatever_isolation_the_role_has_by_default() {
     let url = database("cli_isolation");
     let config: tokio_postgres::Config = url.parse().unwrap();
@@ -375,6 +403,17 @@ fn the_demo_does_its_jobs_and_stops_its_server() {
     let report = done(&awactl(&["demo", "--jobs", "2000", "-o", "json"]).output().unwrap());
     assert_eq!((&report["stats"]["completed"], &report["stats"]["failed"]), (&1998.into(), &2.into()));
     assert_eq!(awactl(&["--database-url", "x", "demo"]).output().unwrap().status.code(), Some(2));
+}
+
+#[test]
+fn a_demo_in_a_kept_folder_can_be_run_again() {
+    let reachable = std::os::unix::fs::PermissionsExt::from_mode(0o711);
+    let dir = tempfile::Builder::new().prefix("awactl-test-").permissions(reachable).tempdir_in("/tmp").unwrap();
+    let embedded = format!("--embedded={}", dir.path().display());
+    for _ in 0..2 {
+        let report = done(&awactl(&["demo", "--jobs", "1000", "-o", "json", &embedded]).output().unwrap());
+        assert_eq!((&report["stats"]["completed"], &report["stats"]["failed"]), (&999.into(), &1.into()));
+    }
 }
 
 #[test]

@@ -86,6 +86,18 @@ async fn on_server(server: &Embedded, args: &Args, context: &Context) -> anyhow:
     let install = started.elapsed();
     context.note(&format!("installed schema {} in {}", target.schema.as_str(), human_duration(install)));
 
+    let before = counted(&session, &target.schema).await?;
+    if before.waiting > 0 {
+        return Err(CommandError::refused(
+            "the demo did not start",
+            format!(
+                "{} jobs of an earlier one, which was cut off, are still in that folder",
+                thousands(before.waiting)
+            ),
+            "remove the folder, or name another",
+        )
+        .into());
+    }
     let folder = tempfile::tempdir().context("making a folder for the jobs file")?;
     let file = folder.path().join("jobs.ndjson");
     write_jobs(&file, args.jobs).context("writing the jobs file")?;
@@ -95,7 +107,7 @@ async fn on_server(server: &Embedded, args: &Args, context: &Context) -> anyhow:
     let enqueue = started.elapsed();
 
     let started = Instant::now();
-    let stats = work(&session, &target, enqueued, context).await?;
+    let stats = work(&session, &target, enqueued, before.ended, context).await?;
     let work = started.elapsed();
     let wal = wal_position(&session).await? - wal_start;
 
@@ -156,7 +168,13 @@ async fn enqueue(
 }
 
 /// Runs workers and maintenance until every job has ended, retries included.
-async fn work(session: &Session, target: &Target, jobs: u64, context: &Context) -> anyhow::Result<StatsNow> {
+async fn work(
+    session: &Session,
+    target: &Target,
+    jobs: u64,
+    ended_before: i64,
+    context: &Context,
+) -> anyhow::Result<StatsNow> {
     let config = Config::parse(WORKERS)?;
     let queues = config.queues.iter().map(|(name, queue)| QueueOptions::of(name.to_string(), queue)).collect();
     let fleet = Fleet::start(target, config.registry()?, FleetOptions::new(queues));
@@ -175,12 +193,25 @@ async fn work(session: &Session, target: &Target, jobs: u64, context: &Context) 
     }
     progress.finish_and_clear();
     let stats = fleet.shut_down().await;
-    let counts = queue_counts(session, &target.schema).await?;
-    let ended: i64 = counts.queues.iter().map(|q| q.completed + q.failed + q.cancelled).sum();
+    let ended = counted(session, &target.schema).await?.ended - ended_before;
     if u64::try_from(ended) != Ok(jobs) {
         anyhow::bail!("{jobs} jobs were enqueued and the database counts {ended} as ended");
     }
     Ok(stats)
+}
+
+struct Counted {
+    waiting: i64,
+    ended: i64,
+}
+
+/// A folder that is kept has the jobs of earlier demos in it.
+async fn counted(session: &Session, schema: &Schema) -> anyhow::Result<Counted> {
+    let queues = queue_counts(session, schema).await?.queues;
+    Ok(Counted {
+        waiting: queues.iter().map(|q| q.available + q.scheduled + q.retryable + q.running + q.waiting).sum(),
+        ended: queues.iter().map(|q| q.completed + q.failed + q.cancelled).sum(),
+    })
 }
 
 fn summary(report: &Report) -> Table {

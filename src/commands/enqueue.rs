@@ -1,15 +1,23 @@
 //! `awactl enqueue`: one job, several alike, or a stream of JSON lines.
 
+use std::cell::Cell;
+use std::future::Future;
+use std::io;
 use std::path::PathBuf;
+use std::pin::{Pin, pin};
+use std::task::{self, Poll};
 use std::time::Duration;
 
 use anyhow::Context as _;
 use chrono::{DateTime, Utc};
 use serde::Serialize;
+use tokio::io::{AsyncRead, ReadBuf};
+use tokio::sync::Notify;
 
 use super::exit::{CommandError, ExitCode};
 use super::output::{Table, thousands};
 use super::progress::bar;
+use super::signals::{Caught, Signals, exit_now};
 use super::values::{time, whole};
 use super::{Access, Context};
 use crate::engine::enqueue::{BulkEnqueue, DEFAULT_MAX_ATTEMPTS, DEFAULT_PRIORITY, DEFAULT_QUEUE, Enqueued, NewJob};
@@ -24,7 +32,7 @@ use crate::engine::{EngineError, Session, Target, duration};
 /// metadata and unique; all but kind have defaults. unique is an object with by_queue (false), by_args (true), by_period
 /// (none, or a duration such as "1h") and states (a list of state names). It is read as a stream, a batch a transaction. With --on-error stop (the default)
 /// a bad line keeps its whole batch out, and the line to resume from is said; with skip it alone is left out, and the
-/// exit code is 1 only if nothing was enqueued. A line may have 16 MiB. Of bad lines and of duplicates the last 100 are
+/// exit code is 1 only if nothing was enqueued. SIGTERM or Ctrl-C ends it after the batch, and says the line to resume from. A line may have 16 MiB. Of bad lines and of duplicates the last 100 are
 /// listed, all are counted.
 #[derive(Debug, clap::Args)]
 #[command(group(clap::ArgGroup::new("what").args(["kind", "file"]).required(true)))]
@@ -207,15 +215,32 @@ async fn from_file(args: &Args, file: &PathBuf, context: &Context) -> anyhow::Re
         },
     };
     let progress = bar(context.shows_progress() && size > 0, "bytes", size);
-    let reader = tokio::io::BufReader::with_capacity(1 << 20, reader);
-    let mut came = (0, None);
-    let outcome = enqueue_stream(&mut session, &resolved.target.schema, reader, options, |so_far| {
-        progress.set_position(so_far.bytes);
-        progress.set_message(format!("{} jobs", thousands(so_far.enqueued as i64)));
-        came = (so_far.enqueued, so_far.resume_from);
-    })
-    .await;
+    let rest = Rest::default();
+    let reader = tokio::io::BufReader::with_capacity(1 << 20, Noted { reader, rest: &rest });
+    let mut signals = Signals::listen()?;
+    let came = Cell::new((0, None));
+    let outcome = {
+        let stream = enqueue_stream(&mut session, &resolved.target.schema, reader, options, |so_far| {
+            progress.set_position(so_far.bytes);
+            progress.set_message(format!("{} jobs", thousands(so_far.enqueued as i64)));
+            came.set((so_far.enqueued, so_far.resume_from));
+            // The line that was read last made the batch full and is not in it.
+            rest.after_batch(so_far.lines);
+        });
+        until_told(stream, &rest, &mut signals, context).await
+    };
     progress.finish_and_clear();
+    let came = came.get();
+    let outcome = match outcome {
+        Ended::Itself(outcome) => outcome,
+        Ended::Told(signal) => {
+            session.close().await;
+            let enqueued = thousands(came.0 as i64);
+            context.note(&format!("{signal}: {enqueued} jobs are enqueued; resume from line {}", rest.next_line.get()));
+            context.close().await?;
+            std::process::exit(signal.exit_code());
+        }
+    };
     if let (Err(error), (enqueued, Some(line))) = (&outcome, came) {
         let enqueued = thousands(enqueued as i64);
         // Refused is not in; but where the connection was lost it may be the answer to COMMIT that was.
@@ -244,6 +269,77 @@ async fn from_file(args: &Args, file: &PathBuf, context: &Context) -> anyhow::Re
     context.output.print(&report, file_table)?;
     let nothing = report.enqueued == 0 && report.skipped > 0;
     Ok(if report.resume_from.is_some() || nothing { ExitCode::Failed } else { ExitCode::Done })
+}
+
+/// Where a stream can be stopped without a doubt about what is in: between two batches, or while it waits for input.
+struct Rest {
+    reading: Cell<bool>,
+    batches: Cell<u64>,
+    next_line: Cell<u64>,
+    reached: Notify,
+}
+
+impl Default for Rest {
+    fn default() -> Self {
+        Self { reading: Cell::new(false), batches: Cell::new(0), next_line: Cell::new(1), reached: Notify::new() }
+    }
+}
+
+impl Rest {
+    fn after_batch(&self, next_line: u64) {
+        self.batches.set(self.batches.get() + 1);
+        self.next_line.set(next_line);
+        self.reached.notify_one();
+    }
+}
+
+/// A reader that says when it waits.
+struct Noted<'a, R> {
+    reader: R,
+    rest: &'a Rest,
+}
+
+impl<R: AsyncRead + Unpin> AsyncRead for Noted<'_, R> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut task::Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let read = Pin::new(&mut self.reader).poll_read(cx, buffer);
+        self.rest.reading.set(read.is_pending());
+        if read.is_pending() {
+            self.rest.reached.notify_one();
+        }
+        read
+    }
+}
+
+enum Ended {
+    Itself(Result<StreamReport, EngineError>),
+    Told(Caught),
+}
+
+/// Lets a batch that is on its way be committed first: cut off in its COMMIT, nobody knows whether it is in.
+async fn until_told(
+    stream: impl Future<Output = Result<StreamReport, EngineError>>,
+    rest: &Rest,
+    signals: &mut Signals,
+    context: &Context,
+) -> Ended {
+    let mut stream = pin!(stream);
+    let signal = tokio::select! {
+        outcome = &mut stream => return Ended::Itself(outcome),
+        signal = signals.next() => signal,
+    };
+    let batches = rest.batches.get();
+    while !rest.reading.get() && rest.batches.get() == batches {
+        tokio::select! {
+            outcome = &mut stream => return Ended::Itself(outcome),
+            () = rest.reached.notified() => {}
+            again = signals.next() => exit_now(context, again),
+        }
+    }
+    Ended::Told(signal)
 }
 
 fn not_listed(context: &Context, count: u64, what: &str) {

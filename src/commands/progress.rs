@@ -1,10 +1,12 @@
 //! Progress bars, on stderr and only where a person looks at it.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
+use super::output::thousands;
 use crate::engine::embedded::{Progress, ProgressFn};
 
 /// A bar of `total` steps with rate and time left; hidden unless `shown`.
@@ -14,9 +16,12 @@ pub fn bar(shown: bool, label: &str, total: u64) -> ProgressBar {
         bar.set_draw_target(ProgressDrawTarget::hidden());
     }
     let style =
-        ProgressStyle::with_template("{prefix:>10} {bar:30} {human_pos:>9}/{human_len} {per_sec:>12} {eta:>4} {msg}");
+        ProgressStyle::with_template("{prefix:>10} {bar:30} {human_pos:>9}/{human_len} {rate:>12} {eta:>4} {msg}");
     if let Ok(style) = style {
-        bar.set_style(style);
+        bar.set_style(style.with_key("rate", |state: &ProgressState, out: &mut dyn fmt::Write| {
+            // The bar's own {per_sec} has a dozen decimals.
+            let _ = write!(out, "{}/s", thousands(state.per_sec() as i64));
+        }));
     }
     bar.set_prefix(label.to_owned());
     bar

@@ -36,7 +36,7 @@ pub enum Caught {
 
 impl Caught {
     /// As a shell shows a process that this signal ended.
-    fn exit_code(self) -> i32 {
+    pub fn exit_code(self) -> i32 {
         match self {
             Self::Terminate => 143,
             Self::Interrupt => 130,
