@@ -3,7 +3,7 @@
 mod common;
 
 use std::io::Write as _;
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, ChildStdin, Command, Output, Stdio};
 
 use common::server::server;
 use serde_json::Value;
@@ -80,11 +80,9 @@ fn a_bad_line_keeps_its_batch_out_and_says_where_to_resume() {
     assert_eq!(queue(&url, "default")["available"], 2);
 }
 
-#[test]
-fn a_server_lost_in_mid_file_leaves_whole_batches_and_the_line_to_look_at() {
-    let url = database("cli_lost");
-    let config: tokio_postgres::Config = url.parse().unwrap();
-    let mut child = awactl(&["--database-url", &url, "enqueue", "--file", "-", "--batch", "2"])
+/// An `enqueue --file -` of which the first batch, two of three lines, is in.
+fn in_mid_file(url: &str, config: &tokio_postgres::Config) -> (Child, ChildStdin) {
+    let mut child = awactl(&["--database-url", url, "enqueue", "--file", "-", "--batch", "2"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -94,11 +92,19 @@ fn a_server_lost_in_mid_file_leaves_whole_batches_and_the_line_to_look_at() {
     // The third line is what makes it write the first two.
     stdin.write_all(b"{\"kind\":\"a\"}\n{\"kind\":\"a\"}\n{\"kind\":\"a\"}\n").unwrap();
     for _ in 0..2400 {
-        if sql_on(&config, "SELECT count(*) FROM awa.ready_entries") == "2" {
+        if sql_on(config, "SELECT count(*) FROM awa.ready_entries") == "2" {
             break;
         }
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
+    (child, stdin)
+}
+
+#[test]
+fn a_server_lost_in_mid_file_leaves_whole_batches_and_the_line_to_look_at() {
+    let url = database("cli_lost");
+    let config: tokio_postgres::Config = url.parse().unwrap();
+    let (child, mut stdin) = in_mid_file(&url, &config);
     sql_on(
         &config,
         "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity
@@ -117,20 +123,7 @@ fn a_server_lost_in_mid_file_leaves_whole_batches_and_the_line_to_look_at() {
 fn a_signal_in_mid_file_ends_it_after_a_batch_and_says_the_line_to_resume_from() {
     let url = database("cli_told");
     let config: tokio_postgres::Config = url.parse().unwrap();
-    let mut child = awactl(&["--database-url", &url, "enqueue", "--file", "-", "--batch", "2"])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut stdin = child.stdin.take().unwrap();
-    stdin.write_all(b"{\"kind\":\"a\"}\n{\"kind\":\"a\"}\n{\"kind\":\"a\"}\n").unwrap();
-    for _ in 0..2400 {
-        if sql_on(&config, "SELECT count(*) FROM awa.ready_entries") == "2" {
-            break;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(50));
-    }
+    let (child, stdin) = in_mid_file(&url, &config);
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(child.id() as i32), nix::sys::signal::SIGTERM).unwrap();
     // Its standard input stays open: it does not wait for more of it.
     let output = child.wait_with_output().unwrap();
