@@ -50,10 +50,7 @@ DECLARE
     v_emitted int8multirange;
     v_moved integer := 0;
 BEGIN
-    IF current_setting('transaction_isolation') <> 'read committed' THEN
-        RAISE EXCEPTION 'fit_cursors_after_restore needs READ COMMITTED, not %', upper(current_setting('transaction_isolation'))
-            USING ERRCODE = 'feature_not_supported';
-    END IF;
+    PERFORM {schema}.refuse_old_snapshot('fit_cursors_after_restore');
     FOR v_lane IN SELECT l.* FROM {schema}.queue_lanes AS l WHERE l.lane_id BETWEEN p_first AND p_last ORDER BY l.lane_id LOOP
         -- Lock: the lane, so that nothing is emitted and the cursor stands still. Waited for: a claim holds it briefly.
         PERFORM pg_advisory_xact_lock('{schema}.queue_lanes'::regclass::oid::integer, v_lane.lane_id);
