@@ -6,6 +6,15 @@
 -- The lane's lock is taken before its first lane_seq: whoever finds no holder knows that every number handed out so far
 -- has been committed or is dead.
 
+-- To whom may not read a sequence PostgreSQL 18 shows NULL, where those before it say this.
+CREATE FUNCTION {schema}.refuse_unreadable(p_sequence regclass) RETURNS void
+LANGUAGE plpgsql AS $function$
+BEGIN
+    RAISE EXCEPTION 'permission denied for sequence %', p_sequence
+        USING ERRCODE = 'insufficient_privilege', HINT = 'Grant SELECT on all sequences of the schema.';
+END
+$function$;
+
 -- The slot that is open now, kept from being truncated until this transaction ends. Reads the cursor sequence and not
 -- queue_ring_state, which an old snapshot would show as it was.
 CREATE FUNCTION {schema}.pin_ready_slot() RETURNS bigint
@@ -19,10 +28,8 @@ BEGIN
         PERFORM pg_advisory_xact_lock_shared('{schema}.queue_ring_slots'::regclass::oid::integer, (v_cursor & 255)::integer);
         v_seen := pg_sequence_last_value('{schema}.queue_ring_cursor'::regclass);
         EXIT WHEN v_seen = v_cursor;
-        -- PostgreSQL 18 shows NULL instead of an error to whom may not read a sequence.
         IF v_seen IS NULL THEN
-            RAISE EXCEPTION 'permission denied for sequence %', '{schema}.queue_ring_cursor'::regclass
-                USING ERRCODE = 'insufficient_privilege', HINT = 'Grant SELECT on all sequences of the schema.';
+            PERFORM {schema}.refuse_unreadable('{schema}.queue_ring_cursor'::regclass);
         END IF;
         v_cursor := v_seen;
     END LOOP;

@@ -36,8 +36,7 @@ BEGIN
         v_seen := pg_sequence_last_value('{schema}.claim_ring_cursor'::regclass);
         EXIT WHEN v_seen = v_cursor;
         IF v_seen IS NULL THEN
-            RAISE EXCEPTION 'permission denied for sequence %', '{schema}.claim_ring_cursor'::regclass
-                USING ERRCODE = 'insufficient_privilege', HINT = 'Grant SELECT on all sequences of the schema.';
+            PERFORM {schema}.refuse_unreadable('{schema}.claim_ring_cursor'::regclass);
         END IF;
         v_cursor := v_seen;
     END LOOP;
